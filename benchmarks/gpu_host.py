@@ -26,7 +26,7 @@ from piper.plan.instr import Instr
 from piper.run.launch import SingleRankRun, launch_single_rank
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options
 

@@ -27,7 +27,7 @@ from piper.models import moe
 from piper.plan.ops import Op, Routing
 from piper.plan.plan import Plan
 from piper.run.launch import SingleRankRun, launch_single_rank
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.runtime.worker import Options
 from piper.simulate.account import Span
 from piper.train.measure import profile_of

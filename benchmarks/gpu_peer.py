@@ -18,7 +18,7 @@ from piper.models import decoder
 from piper.models.causal import stage_ranges
 from piper.models.layers import rope
 from piper.plan.ops import Op
-from piper.runtime.debug.fake_network import CopyEngine
+from piper.runtime.comm.synthetic import CopyEngine
 from piper.simulate.cluster import load_cluster
 
 Step = Callable[[], object]

@@ -466,7 +466,7 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
     from gpu_overlap import network
 
     from piper.run.launch import launch_single_rank
-    from piper.runtime.debug.profiler import WARM
+    from piper.runtime.recorders import WARM
     from piper.runtime.worker import Options
     from piper.train.measure import profile_of
 

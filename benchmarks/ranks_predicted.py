@@ -24,7 +24,7 @@ from benchmarks.ranks_rows import ROWS, SIZES, batch_of, job_of
 from benchmarks.ranks_sides import Task
 from piper.compiler import Program
 from piper.run.launch import launch_local
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
 from piper.simulate.profile import Profile, write_profile

@@ -28,7 +28,7 @@ from piper.directives import Directive
 from piper.models import decoder
 from piper.plan.plan import Plans
 from piper.run.launch import launch_inline, launch_local
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
 from piper.simulate.measured import Measured

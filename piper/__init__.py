@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from piper.job import Checkpoint as Checkpoint
     from piper.job import Evaluate as Evaluate
     from piper.job import Job as Job
-    from piper.models.tensor_plan import tensor_plan as tensor_plan
+    from piper.models.huggingface import tensor_plan as tensor_plan
     from piper.run.launch import launch as launch
     from piper.run.run import Run as Run
     from piper.tuning.tune import tune as tune
@@ -53,7 +53,7 @@ _NAMES = {  # by the module that has them, without "piper."; the names of direct
     "experts": ("grouped_mm", "route", "unroute"),
     "ir.select": ("at",),
     "job": ("Buckets", "Checkpoint", "Evaluate", "Job"),
-    "models.tensor_plan": ("tensor_plan",),
+    "models.huggingface": ("tensor_plan",),
     "run.launch": ("launch",),
     "run.run": ("Run",),
     "tuning.tune": ("tune",),

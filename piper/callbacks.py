@@ -41,12 +41,8 @@ class Running(Protocol):
 
     folder: Path  # of `piper train`, and of a resumed run; else the current one
 
-    def stop(self) -> None:
-        """End the training after this step."""
-
-    def resize(self, devices: int) -> None:
-        """Go on with so many devices, if the job is elastic."""
-
+    def stop(self) -> None: ...  # ends the training after this step
+    def resize(self, devices: int) -> None: ...  # goes on with so many devices, if the job is elastic
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
     ) -> None: ...
@@ -57,9 +53,7 @@ class Running(Protocol):
 class RunWithExperts(Protocol):
     """What a run can do with experts that have clones."""
 
-    @property
-    def routed(self) -> Mapping[str, Sequence[int]]:
-        """Return the rows of each expert in the last step, by regions whose experts can move."""
+    routed: Mapping[str, Sequence[int]]  # rows of each expert in the last step, by regions that can move
 
     def balance_experts(
         self, costs: Path | str = "h100", rows: Mapping[str, Sequence[int]] | None = None, least: float = 0.02
@@ -119,8 +113,8 @@ def named_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return found
 
 
-class Best:
-    """The best value of an evaluation so far."""
+class Best(Callback):
+    """Keeps the best value of an evaluation so far: of `loss`, or of one of the metrics."""
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         if mode not in ("min", "max"):
@@ -131,15 +125,23 @@ class Best:
 
     def improves(self, step: int, result: Numbers, least: float = 0.0) -> bool:
         """Take note of an evaluation. Return whether it is better than the best by more than `least`."""
-        value = value_of(result, self.metric)
-        sign = 1.0 if self.mode == "min" else -1.0
+        values = {**result.metrics, "loss": result.loss}
+        if self.metric not in values:
+            refuse(f"there is no metric {self.metric!r}", f"an evaluation has {', '.join(values)}")
+        value, sign = values[self.metric], 1.0 if self.mode == "min" else -1.0
         if math.isnan(value) or (self.value is not None and sign * (self.value - value) <= least):
             return False
         self.value, self.step = value, step
         return True
 
+    def state_dict(self) -> dict[str, object]:
+        return {"best": self.value, "step": self.step}
 
-class EarlyStopping(Callback):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.step = state["best"], state["step"]
+
+
+class EarlyStopping(Best):
     """Stops the training after `patience` evaluations without an improvement.
 
     metric: `loss`, or one of the metrics. least: what an improvement must exceed.
@@ -155,27 +157,25 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
         least: float = 0.0,
     ) -> None:
+        super().__init__(metric, mode)
         if patience < 1:
             refuse(f"patience={patience}", "wait for at least 1 evaluation")
-        self.best, self.patience, self.least = Best(metric, mode), patience, least
-        self.waited = 0
+        self.patience, self.least, self.waited = patience, least, 0
 
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
-        """Count the evaluations without an improvement, and stop after too many."""
-        self.waited = 0 if self.best.improves(step, result, self.least) else self.waited + 1
+        self.waited = 0 if self.improves(step, result, self.least) else self.waited + 1
         if self.waited >= self.patience:
             run.stop()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the best value, its step, and how many evaluations came after it."""
-        return {"best": self.best.value, "step": self.best.step, "waited": self.waited}
+        return {**super().state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue to count."""
-        self.best.value, self.best.step, self.waited = state["best"], state["step"], state["waited"]
+        super().load_state_dict(state)
+        self.waited = state["waited"]
 
 
-class BestCheckpoint(Callback):
+class BestCheckpoint(Best):
     """Saves a checkpoint after each evaluation that is the best so far, in place of the one before it.
 
     folder: a relative one is in the run's folder, as that of `piper.Checkpoint` is.
@@ -184,20 +184,12 @@ class BestCheckpoint(Callback):
     def __init__(
         self, folder: Path | str, metric: str = "loss", *, mode: Literal["min", "max"] = "min"
     ) -> None:
-        self.folder, self.best = Path(folder), Best(metric, mode)
+        super().__init__(metric, mode)
+        self.folder = Path(folder)
 
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
-        """Save where the evaluation is the best so far."""
-        if self.best.improves(step, result):
+        if self.improves(step, result):
             run.save(run.folder / self.folder)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the best value and its step."""
-        return {"best": self.best.value, "step": self.best.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the best value."""
-        self.best.value, self.best.step = state["best"], state["step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,16 +209,15 @@ class Averaged:
         import torch
 
         averages, values = [], []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                kept = optimizer.state[parameter]
-                if AVERAGE not in kept:
-                    kept[AVERAGE] = parameter.detach().clone()
-                else:
-                    averages.append(kept[AVERAGE])
-                    values.append(parameter.detach())
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is None:
+                continue
+            kept = optimizer.state[parameter]
+            if AVERAGE not in kept:
+                kept[AVERAGE] = parameter.detach().clone()
+            else:
+                averages.append(kept[AVERAGE])
+                values.append(parameter.detach())
         if averages:
             torch._foreach_lerp_(averages, values, 1.0 - self.decay)
 
@@ -246,7 +237,6 @@ class EMA(Callback):
     def wrap_optimizer(
         self, make: "Callable[[Iterable[Tensor]], Optimizer]"
     ) -> "Callable[[Iterable[Tensor]], Optimizer]":
-        """Return a function that makes the optimizer with the average."""
         plain = make.make if isinstance(make, Averaged) else make  # of an earlier job: its decay may differ
         return Averaged(make=plain, decay=self.decay)
 
@@ -275,29 +265,43 @@ class MoveExperts(Callback):
         self.places: dict[str, list[list[list[int]]]] = {}  # where experts are computed, by region
 
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
-        """Count rows. Move experts where it is time to."""
         routing = cast(RunWithExperts, run)
         for region, rows in routing.routed.items():
-            before = self.rows.get(region, [0] * len(rows))
-            self.rows[region] = [count + more for count, more in zip(before, rows, strict=True)]
+            self.rows[region] = [*map(sum, zip(rows, self.rows.get(region, [0] * len(rows)), strict=True))]
         if step % self.every == 0:
             routing.balance_experts(self.costs, self.rows, self.least)
             self.rows, self.places = {}, routing.expert_places()
 
     def on_load(self, run: Running) -> None:
-        """Compute experts where they were computed before, if there are as many devices."""
         cast(RunWithExperts, run).restore_experts(self.places)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the rows since the last move, and where experts are computed."""
         return {"rows": self.rows, "places": self.places}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue to count."""
         self.rows, self.places = state["rows"], state["places"]
 
 
-class TensorBoard(Callback):
+class Logger(Callback):
+    """Writes the numbers of steps and evaluations. Override `write` and `close`."""
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        self.write("train", step, {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics})
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        self.write("evaluate", step, {"loss": result.loss, **result.metrics})
+
+    def on_end(self, run: Running, step: int) -> None:
+        self.close()
+
+    def write(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of a step ("train") or of an evaluation ("evaluate")."""
+
+    def close(self) -> None:
+        """End the log; what is written later begins it again."""
+
+
+class TensorBoard(Logger):
     """Writes the numbers of steps and evaluations for TensorBoard.
 
     A run that resumes takes the place of what an earlier one wrote of the same steps.
@@ -307,21 +311,7 @@ class TensorBoard(Callback):
         self.folder = Path(folder)
         self.writer: Any = None  # torch's own
 
-    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
-        """Write the numbers of a step."""
-        self._write("train", step, {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics})
-
-    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
-        """Write the numbers of an evaluation."""
-        self._write("evaluate", step, {"loss": result.loss, **result.metrics})
-
-    def on_end(self, run: Running, step: int) -> None:
-        """Close the file."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
-
-    def _write(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
         if self.writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -331,29 +321,20 @@ class TensorBoard(Callback):
         for name, value in numbers.items():
             self.writer.add_scalar(f"{part}/{name}", value, step)
 
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
 
-class WeightsAndBiases(Callback):
+
+class WeightsAndBiases(Logger):
     """Logs the numbers of steps and evaluations to Weights & Biases. options: those of `wandb.init`."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
         self.run: Any = None  # wandb's own
 
-    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
-        """Send the numbers of a step."""
-        self._log("train", step, {"loss": result.loss, "grad_norm": result.grad_norm, **result.metrics})
-
-    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
-        """Send the numbers of an evaluation."""
-        self._log("evaluate", step, {"loss": result.loss, **result.metrics})
-
-    def on_end(self, run: Running, step: int) -> None:
-        """Finish wandb's run."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
-
-    def _log(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, part: str, step: int, numbers: Mapping[str, float]) -> None:
         if self.run is None:
             try:
                 import wandb  # type: ignore[import-not-found]
@@ -362,13 +343,10 @@ class WeightsAndBiases(Callback):
             self.run = wandb.init(**self.options)
         self.run.log({f"{part}/{name}": value for name, value in numbers.items()}, step=step)
 
-
-def value_of(result: Numbers, metric: str) -> float:
-    """Return the loss or a metric of an evaluation."""
-    values = {**result.metrics, "loss": result.loss}
-    if metric not in values:
-        refuse(f"there is no metric {metric!r}", f"an evaluation has {', '.join(values)}")
-    return values[metric]
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
 
 
 def refuse(what: str, hint: str) -> NoReturn:

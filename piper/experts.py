@@ -9,6 +9,7 @@ devices neither equals what went in. A check that compares a size with one of th
 tracing, so it is made where the operation runs.
 """
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
     x: rows grouped by expert, on the first axis; counts[e]: how many of them are for expert e.
     """
-    _check_rows("route", "x", x)
-    _check_counts("route", counts)
+    _check("route", counts, x=x)
     rows, received = _route(x, counts)
     return rows, received
 
@@ -36,8 +36,7 @@ def unroute(y: Tensor, counts: Tensor, n: int) -> Tensor:
 
     counts: what `route` returned.
     """
-    _check_rows("unroute", "y", y)
-    _check_counts("unroute", counts)
+    _check("unroute", counts, y=y)
     result: Tensor = _unroute(y, counts, n)
     return result
 
@@ -52,8 +51,8 @@ def grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool = False)
             "rows and weights do not fit together",
             by="grouped_mm",
             facts={
-                "rows": f"{_shape(rows)}, should be [n, d]",
-                "w": f"{_shape(w)}, should be {'[experts, f, d]' if transpose else '[experts, d, f]'}",
+                "rows": f"{list(rows.shape)}, should be [n, d]",
+                "w": f"{list(w.shape)}, should be {'[experts, f, d]' if transpose else '[experts, d, f]'}",
             },
             hint=f"pass transpose={not transpose} if w is stored the other way round",
         )
@@ -64,31 +63,25 @@ def grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool = False)
             facts={"rows": f"{rows.dtype}", "w": f"{w.dtype}"},
             hint="cast one of them before the call",
         )
-    _check_counts("grouped_mm", counts)
+    _check("grouped_mm", counts)
     result: Tensor = _grouped_mm(rows, w, counts, transpose)
     return result
 
 
-def _shape(x: Tensor) -> str:
-    return str(list(x.shape))
-
-
-def _check_rows(by: str, name: str, x: Tensor) -> None:
-    if x.dim() == 0:
-        raise ConfigError(
-            f"{name} has no rows",
-            by=by,
-            facts={name: f"a single number of type {x.dtype}"},
-            hint="rows lie along the first axis: [n, ...]",
-        )
-
-
-def _check_counts(by: str, counts: Tensor) -> None:
+def _check(by: str, counts: Tensor, **rows: Tensor) -> None:
+    for name, x in rows.items():
+        if x.dim() == 0:
+            raise ConfigError(
+                f"{name} has no rows",
+                by=by,
+                facts={name: f"a single number of type {x.dtype}"},
+                hint="rows lie along the first axis: [n, ...]",
+            )
     if counts.dim() != 1 or counts.dtype not in _INTEGERS:
         raise ConfigError(
             "counts should hold one whole number per expert",
             by=by,
-            facts={"counts": f"{_shape(counts)} of {counts.dtype}"},
+            facts={"counts": f"{list(counts.shape)} of {counts.dtype}"},
             hint="counts is [experts] of torch.int64 or torch.int32",
         )
 
@@ -107,12 +100,8 @@ def _spans(by: str, counts: Tensor, experts: int, rows: int) -> list[tuple[int, 
             },
             hint="pass the counts that route returned together with these rows",
         )
-    spans, start = [], 0
-    for expert, size in enumerate(sizes):
-        if size:
-            spans.append((expert, start, start + size))
-        start += size
-    return spans
+    ends = [0, *accumulate(sizes)]
+    return [(expert, start, end) for expert, (start, end) in enumerate(pairwise(ends)) if start < end]
 
 
 def _fast(*operands: Tensor) -> bool:
@@ -124,11 +113,6 @@ def _fast(*operands: Tensor) -> bool:
         and all(stride == 1 or stride * x.element_size() % _ALIGNED == 0 for stride in x.stride())
         for x in operands
     )
-
-
-def _ends(counts: Tensor) -> Tensor:
-    """Return the row after each expert's last one, as the grouped kernel takes it."""
-    return counts.cumsum(0).to(torch.int32)
 
 
 @torch.library.custom_op("piper::route", mutates_args=())
@@ -163,7 +147,7 @@ def _(y: Tensor, counts: Tensor, n: int) -> Tensor:
 def _grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Tensor:
     w = w.transpose(1, 2) if transpose else w
     if _fast(rows, w):
-        return torch._grouped_mm(rows, w, offs=_ends(counts))
+        return torch._grouped_mm(rows, w, offs=counts.cumsum(0).to(torch.int32))
     out = rows.new_empty(rows.shape[0], w.shape[2])
     for expert, start, end in _spans("grouped_mm", counts, w.shape[0], rows.shape[0]):
         torch.mm(rows[start:end], w[expert], out=out[start:end])
@@ -179,7 +163,7 @@ def _(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Tensor:
 def _grouped_mm_weight(left: Tensor, right: Tensor, counts: Tensor, experts: int) -> Tensor:
     """Compute left.T @ right of each expert: [n, d], [n, f] -> [experts, d, f]. Without rows it is zero."""
     if _fast(left, right):
-        return torch._grouped_mm(left.t(), right, offs=_ends(counts))
+        return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0).to(torch.int32))
     out = left.new_zeros(experts, left.shape[1], right.shape[1])
     for expert, start, end in _spans("grouped_mm", counts, experts, left.shape[0]):
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])

@@ -52,7 +52,7 @@ ALLOWED = {
     "directives/json.py": "the form of a stream's name",
     "ir/dtypes.py": "the bits in the name of a type",
     "runtime/batch.py": "a type of torch's, by its name",
-    "runtime/cuda/graph_inputs.py": "the first line of an error",
+    "runtime/cuda/graphs.py": "the first line of an error",
     "check/mixing.py": "an operation of torch's, by its name",
     "cli/schedule.py": "numbers that the user wrote",
     "cli/tune.py": "an amount of memory that the user wrote",

@@ -18,9 +18,8 @@ from piper.compiler import build as building
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
 from piper.run.launch import launch_inline, launch_single_rank
-from piper.runtime.batch import read_shapes, wanted_batch
+from piper.runtime.batch import arranged, read_shapes, wanted_batch
 from piper.runtime.setup import setup_of
-from piper.runtime.uneven import arranged
 from tests import plain
 from tests.workers import sabotage
 from tests.workers.sabotage import Sabotaged

@@ -21,7 +21,7 @@ from piper.ir.sharding import UNSHARDED, Sharding
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import draw_place, parts_of
 from piper.runtime.context import Dice, draw_seed
-from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.recorders import OutputKey
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 

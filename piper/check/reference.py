@@ -2,7 +2,7 @@
 
 This module shares no code with what it checks. It builds the model as PyTorch does for the job's seed, and
 knows nothing of captured chunks, plans or hooks. Only random numbers come from the plan's contract
-(`replay.py`) and from the device that the job names (`initial_draws.py`), and only `sliced` looks at how the
+(`replay.py`) and from the device that the job names (`setup.py`), and only `sliced` looks at how the
 plans cut a batch (`slicing.py`).
 """
 
@@ -27,11 +27,9 @@ from piper.job import strategy_of
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
-from piper.runtime.batch import as_run, wanted_batch
-from piper.runtime.initial_draws import seeded_draws
-from piper.runtime.setup import ProgramLike, drawing_device, setup_of
+from piper.runtime.batch import COUNTS, as_run, wanted_batch
+from piper.runtime.setup import ProgramLike, drawing_device, seeded_draws, setup_of
 from piper.runtime.trainers import make_optimizer
-from piper.runtime.uneven import COUNTS
 
 
 class Reference:

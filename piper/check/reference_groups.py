@@ -10,9 +10,8 @@ from piper.check.reference import Reference, samples_in
 from piper.check.replay import ReplayError
 from piper.ir.averaging import Averaging
 from piper.plan.groups import fragments_of, of_first_group
-from piper.runtime.batch import as_run, wanted_batch
+from piper.runtime.batch import COUNTS, as_run, wanted_batch
 from piper.runtime.setup import ProgramLike, setup_of
-from piper.runtime.uneven import COUNTS
 
 
 class GroupProgram:

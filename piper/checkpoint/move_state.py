@@ -22,7 +22,7 @@ from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, last_reads,
 from piper.checkpoint.save import one_trainer, trainer_of
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
-from piper.runtime.bucket_layout import strided
+from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 from piper.runtime.bucket_state import BucketState
 from piper.runtime.comm.base import Group
 from piper.runtime.device_state import DeviceState
@@ -70,10 +70,10 @@ class BucketExchange:
                 leaves = enters = None
                 if one.source == me:
                     assert source is not None, "the proof has looked"
-                    leaves = strided(source.flat, runs, runs.here - source.begin, runs.here_step)
+                    leaves = runs_of_slice(source.flat, runs, source.begin)
                 if one.target == me:
                     assert target is not None, "the proof has looked"
-                    enters = strided(target.flat, runs, runs.there - target.begin, runs.there_step)
+                    enters = runs_of_whole(target.flat, runs, target.begin)
                 if leaves is not None and enters is not None:
                     enters.copy_(leaves)
                 elif leaves is not None:

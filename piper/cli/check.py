@@ -28,14 +28,14 @@ def check(
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.check.check import check as compare
     from piper.compiler import compile
-    from piper.data.taking import batches_of
+    from piper.data.feed import one_epoch
     from piper.recipe import load_recipe
     from piper.run.launch import check_launcher, launcher
 
     check_launcher(on, "piper check")
     job = replace(load_recipe(recipe, strategy), precision="fp64")
     program = compile(job, device=device, compile=compiled)
-    batches = list(islice(batches_of(job.data), steps))
+    batches = list(islice(one_epoch(job.data, job.seed), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     lines = [
         report.verdict,

@@ -28,7 +28,7 @@ from piper.compiler.slices import (
     samples_of_group,
     uneven_slices,
 )
-from piper.data.taking import begin, call_data, reads_the_same, take
+from piper.data.feed import begin, call_data, reads_the_same, take
 from piper.directives import Directive, Order, Remat, ShardAxis, apply
 from piper.errors import CaptureError, CompilerError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
@@ -44,9 +44,16 @@ from piper.plan.plan import Plans
 from piper.plan.prove import ProofError
 from piper.process.usercode import defined_at, named
 from piper.runtime.accelerator import device_kind
-from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
+from piper.runtime.batch import (
+    COUNTS,
+    as_run,
+    bucket_batches,
+    counted_loss,
+    padded,
+    read_shapes,
+    wanted_batch,
+)
 from piper.runtime.setup import Forward, Shapes, setup_of
-from piper.runtime.uneven import COUNTS, counted_loss
 
 if TYPE_CHECKING:
     from piper.compiler.notebook import Page

@@ -22,24 +22,22 @@ from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.updates import BucketUpdate
 from piper.process.usercode import named, raised, said
-from piper.runtime.standins import (
+from piper.runtime.trainers import (
+    MakeOptimizer,
     ParameterPart,
     Sizes,
     View,
-    classes_of,
-    hollow,
-    small_sizes,
-    small_views,
-    view_of,
-    whole_view,
-)
-from piper.runtime.trainers import (
-    MakeOptimizer,
     build_optimizer,
+    classes_of,
     empty_optimizer,
+    hollow,
     is_ours,
     make_optimizer,
+    small_sizes,
+    small_views,
     try_scheduler,
+    view_of,
+    whole_view,
 )
 
 STEPS = 4

@@ -13,7 +13,7 @@ from piper.lower.buckets import ProgramBuckets
 from piper.lower.shared_buckets import held_otherwise
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Slot
-from piper.runtime.uneven import COUNTS
+from piper.runtime.batch import COUNTS
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program

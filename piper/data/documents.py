@@ -22,7 +22,14 @@ def balance_documents(
 
     documents: the field with the number of each token's document.
     """
-    numbers = _numbers(batch, documents)
+    if documents not in batch or batch[documents].dim() != 2 or PLACES in batch:
+        raise ConfigError(
+            f"the batch cannot be balanced by its field {documents!r}",
+            by="balance_documents",
+            facts={"fields": ", ".join(f"{name} {list(field.shape)}" for name, field in batch.items())},
+            hint=f"name the field with the document of each token, [samples, length]; {PLACES!r} is added",
+        )
+    numbers = batch[documents]
     samples, length = numbers.shape
     if ways < 1 or piece < 1 or length % (ways * piece):
         raise ConfigError(
@@ -37,18 +44,6 @@ def balance_documents(
         name: field[rows.unsqueeze(1), order] if field.shape[:2] == numbers.shape else field
         for name, field in fields.items()
     }
-
-
-def _numbers(batch: Mapping[str, Tensor], documents: str) -> Tensor:
-    """Return the field with the number of each token's document."""
-    if documents not in batch or batch[documents].dim() != 2 or PLACES in batch:
-        raise ConfigError(
-            f"the batch cannot be balanced by its field {documents!r}",
-            by="balance_documents",
-            facts={"fields": ", ".join(f"{name} {list(field.shape)}" for name, field in batch.items())},
-            hint=f"name the field with the document of each token, [samples, length]; {PLACES!r} is added",
-        )
-    return batch[documents]
 
 
 def _order(numbers: Tensor, ways: int, piece: int) -> Tensor:

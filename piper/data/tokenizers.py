@@ -15,17 +15,12 @@ DTYPE = "uint16"  # of a token file, unless it says otherwise
 
 
 class Tokenizer(Protocol):
-    """A tokenizer: turns text into tokens and back."""
+    """A tokenizer: turns text into tokens and back. vocab: the number of distinct tokens."""
 
     @property
-    def vocab(self) -> int:
-        """Return the number of distinct tokens."""
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the tokens of a text."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens."""
+    def vocab(self) -> int: ...
+    def encode(self, text: str) -> NDArray[np.int64]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
 
 
 class ByteTokenizer:
@@ -34,7 +29,6 @@ class ByteTokenizer:
     vocab = 256
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -69,15 +63,12 @@ class FileTokenizer:
 
     @property
     def vocab(self) -> int:
-        """Return the number of distinct tokens."""
         return int(self._loaded.get_vocab_size())
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the tokens of a text."""
         return np.asarray(self._loaded.encode(text).ids, dtype=np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens."""
         return str(self._loaded.decode([*tokens]))
 
 

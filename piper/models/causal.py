@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate
 from piper.errors import ConfigError
-from piper.losses import cross_entropy
+from piper.losses import IGNORED, cross_entropy
 from piper.models.layers import rope
 
-IGNORED = -100  # the label of a position that has no target
 Batch = Mapping[str, Tensor]
 
 
@@ -121,10 +120,5 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over the labels that are not ignored."""
-    return F.cross_entropy(*_flat(logits, labels), ignore_index=IGNORED)
-
-
-def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Flatten to one row per position. bf16 logits become fp32, for the sum over the vocabulary."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.flatten(0, 1).to(wide), labels.flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)  # for the sum over the vocabulary
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORED)

@@ -95,19 +95,15 @@ def group_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def collect(y: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Give each token the weighted sum of its experts' rows: [tokens * k, d] in `order` -> [tokens, d].
-
-    A sum over k adjacent rows, not an `index_add`: the latter adds in any order on a GPU.
-    """
+    """Give each token the weighted sum of its experts' rows: [tokens * k, d] in `order` -> [tokens, d]."""
+    # A sum over k adjacent rows, not an `index_add`: the latter adds in any order on a GPU.
     back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return (y[back].view(*weights.shape, y.shape[-1]) * weights.unsqueeze(-1)).sum(1)
 
 
 def gated_experts(tokens: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Give each token the weighted sum of the experts chosen for it, in one region tagged EP.
-
-    tokens: [n, d]; weights and chosen: [n, k]; gate_up: [experts, d, 2 * f]; down: [experts, f, d].
-    """
+    """Give each token the weighted sum of the experts chosen for it, in one region tagged EP."""
+    # tokens: [n, d]; weights and chosen: [n, k]; gate_up: [experts, d, 2 * f]; down: [experts, f, d].
     order, counts = group_by_expert(chosen, gate_up.shape[0])
     grouped = tokens[order // chosen.shape[-1]]
     with annotate("EP"):

@@ -31,9 +31,8 @@ from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import check_batch, wanted_batch
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
-from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
+from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
+from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 from piper.workers.serve import WorkerAnswers

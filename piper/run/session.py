@@ -21,6 +21,7 @@ from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.run.run_events import Repeats
 from piper.runtime.batch import (
+    COUNTS,
     as_run,
     check_batch,
     padded,
@@ -29,12 +30,11 @@ from piper.runtime.batch import (
     wanted_batch,
     with_strategy_for,
 )
+from piper.runtime.bucket_layout import whole_buffers
 from piper.runtime.compute import slices_of
 from piper.runtime.expert_exchange import TABLES
-from piper.runtime.full_values import whole_buffers
-from piper.runtime.predictions import predicted_rows
+from piper.runtime.recorders import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
-from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
 from piper.workers.group import WorkerGroup
 from piper.workers.messages import BatchSlicer

@@ -5,8 +5,7 @@ where they pay (as in `runtime/cuda`). Everything else asks here, or asks torch'
 gives each kind of accelerator the same streams, events, generators and counts of memory.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -74,11 +73,6 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def usual_cluster(kind: str) -> str:
-    """Return the cluster whose network is meant where none is named."""
-    return KINDS[kind].cluster if kind in KINDS else "cpu"
-
-
 def module(device: torch.device) -> ModuleType:
     """Return torch's module for an accelerator: its streams, events, generators and counts of memory."""
     named: ModuleType = torch.get_device_module(device)
@@ -96,19 +90,6 @@ def generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     drawing: torch.Generator = module(device).default_generators[device.index or 0]
     return drawing
-
-
-@contextmanager
-def forked_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators of the host, of a device and of the accelerator in use after the block."""
-    numbers = {device.index or 0} if is_accelerator(device) else set()
-    kind = device.type if is_accelerator(device) else next(iter(KINDS))
-    if numbers:
-        module(device).init()
-    if torch.get_device_module(kind).is_initialized():
-        numbers.add(torch.get_device_module(kind).current_device())
-    with torch.random.fork_rng(devices=numbers, device_type=kind):
-        yield
 
 
 def wait_for_stream(device: torch.device) -> None:

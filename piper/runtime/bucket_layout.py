@@ -1,16 +1,26 @@
-"""Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns."""
+"""Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns.
 
-from collections.abc import Iterator, Sequence
+And full values from the parts that devices hold.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from piper.ir.sharding import FlatRuns, Sharding, flat_runs, spans_of_dim
+from piper.ir.sharding import FlatRuns, Sharding, flat_runs, spans_of_dim, whole_sizes
 from piper.plan.bucket import Bucket, ShardCollective
 from piper.plan.expert_table import NOTHING, first_table
-from piper.plan.updates import BucketUpdate
+from piper.plan.plan import Plans, Slot
+from piper.plan.updates import BucketUpdate, Piece
 from piper.runtime.comm.base import Group
+
+T = TypeVar("T")
+Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
+View = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the offset of a piece
 
 
 class Flat(list[Tensor]):
@@ -52,13 +62,11 @@ class Layout:
     def __init__(self, bucket: Bucket, device: int) -> None:
         self.bucket, self.device = bucket, device
         self.position = bucket.devices.index(device)
-        self.sharded = bucket.zero > 0
         self.sums: torch.dtype = getattr(torch, bucket.precision.sum_dtype)
         self.travels: torch.dtype = getattr(torch, bucket.precision.travel_dtype)
         self.length = bucket.elements("whole")
         self.start, self.stop = bucket.owned(device)
         self.held = bucket.held(device)  # of the parameters
-        self._sizes: dict[tuple[str, str], list[int]] = {}  # of the shards in each collective, if they differ
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
         self.views = [view_of(piece.shape, piece.offset) for piece in bucket.pieces]
         self.clones: Clones | None = None
@@ -66,13 +74,9 @@ class Layout:
             self.clones = Clones(bucket, device)
             self.views = self.clones.views
 
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return the pieces of a flat bucket, in their shapes."""
-        return shown(flat, self.views)
-
     def over(self, flat: Tensor) -> Flat:
         """Return a flat tensor with its pieces."""
-        return Flat(flat, self.pieces(flat))
+        return Flat(flat, shown(flat, self.views))
 
     def flatten(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Flat:
         """Copy the gradients of the pieces into one flat tensor; a piece without one counts as zeros."""
@@ -82,23 +86,12 @@ class Layout:
         torch._foreach_copy_([flat[place] for place, _ in given], [g for _, g in given])
         return flat
 
-    def owned(self, flat: Tensor) -> Tensor:
-        """Return the part of a flat bucket that this device updates."""
-        return flat[self.start : self.stop]
-
-    def sizes(self, how: ShardCollective) -> list[int]:
-        """Return the elements of the shard of each device that takes part with this one."""
-        key = (how.gives, how.gets)
-        if key not in self._sizes:
-            self._sizes[key] = self.bucket.sizes(how, self.device)
-        return self._sizes[key]
-
     def gather(self, group: Group, how: ShardCollective, shard: Tensor, out: Tensor) -> None:
         """Write every member's shard into a flat tensor."""
         if self.clones is not None and how.gets == "whole":
             self.clones.lend(group, shard, out)
         elif self.bucket.bounds:
-            group.all_gather_uneven(shard, out, self.sizes(how))
+            group.all_gather_uneven(shard, out, self.bucket.sizes(how, self.device))
         else:
             group.all_gather(shard, out)
 
@@ -107,15 +100,8 @@ class Layout:
         if self.clones is not None and how.gives == "whole":
             return self.clones.give_back(group, flat, self.bucket.elements(how.gets))
         if self.bucket.bounds:
-            return group.reduce_scatter_uneven(flat, self.sizes(how))
+            return group.reduce_scatter_uneven(flat, self.bucket.sizes(how, self.device))
         return group.reduce_scatter(flat, self.bucket.elements(how.gets))
-
-    def local(self, value: Tensor, index: int) -> Tensor:
-        """Return what this device holds of a full parameter: its own slice, where it is sharded."""
-        return own_slice(value, self.bucket.pieces[index].shardings, self.position)
-
-
-View = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the offset of a piece
 
 
 def view_of(shape: tuple[int, ...], offset: int) -> View:
@@ -243,9 +229,7 @@ class Resharding:
         full = slices.new_empty(self.mine * len(self.sizes))
         for slice_of_all, runs in zip(given, self.runs, strict=True):
             for run in runs:
-                strided(full, run, run.there, run.there_step).copy_(
-                    strided(slice_of_all, run, run.here, run.here_step)
-                )
+                runs_of_whole(full, run).copy_(runs_of_slice(slice_of_all, run))
         return full
 
     def spread(self, group: Group, full: Tensor, slices: Tensor) -> None:
@@ -254,13 +238,94 @@ class Resharding:
         for runs in self.runs:
             parts.append(slices.new_empty(self.mine))
             for run in runs:
-                strided(parts[-1], run, run.here, run.here_step).copy_(
-                    strided(full, run, run.there, run.there_step)
-                )
+                runs_of_slice(parts[-1], run).copy_(runs_of_whole(full, run))
         for mine, given in zip(slices.split(self.sizes), group.swap(parts, self.sizes), strict=True):
             mine.copy_(given)
 
 
-def strided(flat: Tensor, runs: FlatRuns, start: int, step: int) -> Tensor:
-    """Return the runs of a flat tensor that begin at equal distances."""
-    return flat.as_strided((runs.count, runs.length), (step, 1), flat.storage_offset() + start)
+def runs_of_slice(slice_of: Tensor, runs: FlatRuns, begin: int = 0) -> Tensor:
+    """Return runs where they lie in a flat slice, of which a tensor begins at an element."""
+    start = slice_of.storage_offset() + runs.here - begin
+    return slice_of.as_strided((runs.count, runs.length), (runs.here_step, 1), start)
+
+
+def runs_of_whole(whole: Tensor, runs: FlatRuns, begin: int = 0) -> Tensor:
+    """Return runs where they lie in a flat whole, of which a tensor begins at an element."""
+    start = whole.storage_offset() + runs.there - begin
+    return whole.as_strided((runs.count, runs.length), (runs.there_step, 1), start)
+
+
+def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tensor]:
+    """Return every parameter in full, by name; of the copies of a tied parameter, the first."""
+    found: dict[str, Tensor] = {}
+    for bucket in (each.update for each in buckets):
+        flats: dict[int, Tensor] = {}  # what each group of devices holds, by its first
+        for group in bucket.distinct:
+            shards = [owned(bucket.name, device) for device in group]
+            flats[group[0]] = torch.cat(shards) if bucket.zero else shards[0]
+        for piece in bucket.pieces:
+            if piece.name not in found:
+                parts = {bucket.devices.index(device): cut(flat, piece) for device, flat in flats.items()}
+                found[piece.name] = joined(piece.shape, piece.shardings, parts)
+    return found
+
+
+def joined(shape: Sequence[int], shardings: Sequence[Sharding], parts: Mapping[int, Tensor]) -> Tensor:
+    """Return a tensor in full, from the slices of a shape at positions of its devices."""
+    first = next(iter(parts.values()))
+    if not shardings:
+        return first
+    full = first.new_empty(whole_sizes(shape, shardings)).view(-1)
+    for position, part in parts.items():
+        flat = part.reshape(-1)
+        for runs in flat_runs(shape, shardings, position):
+            runs_of_whole(full, runs).copy_(runs_of_slice(flat, runs))
+    return full.view(whole_sizes(shape, shardings))
+
+
+def whole_buffers(plans: Plans, held: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return buffers in full by name, from what each device holds of them; of copies, the first."""
+    parts: dict[str, dict[int, tuple[int, Tensor]]] = {}
+    slots: dict[str, Slot] = {}
+    for device, values in held.items():
+        here = plans.of(device).buffers
+        for name, value in values.items():
+            slot = slots.setdefault(name, here[name])
+            position = slot.position(device)
+            parts.setdefault(name, {}).setdefault(slot.sharding.index(position), (position, value))
+    return {
+        name: joined(next(iter(found.values()))[1].shape, slots[name].shardings, dict(found.values()))
+        for name, found in parts.items()
+    }
+
+
+def cut(flat: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of a flat bucket as a view in its shape."""
+    return flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+
+
+def whole_state(
+    buckets: Iterable[Bucket], owned: Mapping[tuple[str, int], tuple[Tensor, tuple[str, ...]]]
+) -> dict[str, Tensor]:
+    """Return in full what optimizers keep for the parameters of some buckets, by parameter.
+
+    owned: by bucket and device, with the names of the parameters that have it there. A parameter that has it
+    on no device is left out.
+    """
+    names = {name for _, held in owned.values() for name in held}
+    whole = whole_parameters(buckets, lambda bucket, device: owned[bucket, device][0])
+    return {name: value for name, value in whole.items() if name in names}
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Return which devices to ask for which buckets, so that their answers hold every element once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for device in chain(*bucket.update.distinct):
+            asked.setdefault(device, []).append(bucket.name)
+    return asked
+
+
+def by_bucket(answers: Mapping[int, Mapping[str, T]]) -> dict[tuple[str, int], T]:
+    """Return what devices answer for each of their buckets, by bucket and device."""
+    return {(name, device): value for device, values in answers.items() for name, value in values.items()}

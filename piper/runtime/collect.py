@@ -86,10 +86,8 @@ OPERATIONS: dict[str, Callable[[Group, Collective, Tensor], Tensor]] = {
 
 
 def apart(value: Tensor, shard: Shard, degree: int) -> Tensor:
-    """Return every member's part of a value, one after another in memory: [degree, *part].
-
-    This copies at most once, and not at all where the parts lie so in memory already.
-    """
+    """Return every member's part of a value, one after another in memory: [degree, *part]."""
+    # This copies at most once, and not at all where the parts lie so in memory already.
     dim = shard.dim
     pieces = _pieces(value, shard, degree)
     return pieces.movedim(dim + 1, 0).flatten(dim + 1, dim + 2 + shard.zigzag).contiguous()
@@ -103,10 +101,8 @@ def part(value: Tensor, shard: Shard, degree: int, place: int) -> Tensor:
 
 
 def _pieces(value: Tensor, shard: Shard, degree: int) -> Tensor:
-    """Return a view or copy whose dimensions `dim` and `dim + 1` are the blocks and the members.
-
-    The next dimension holds a member's elements of a block; under zigzag its two slices come before them.
-    """
+    """Return a view or copy whose dimensions `dim` and `dim + 1` are the blocks and the members."""
+    # The next dimension holds a member's elements of a block; under zigzag its two slices come before them.
     dim = shard.dim
     if not shard.zigzag:
         pieces: Tensor = value.unflatten(dim, (shard.blocks, degree, -1))
@@ -117,10 +113,8 @@ def _pieces(value: Tensor, shard: Shard, degree: int) -> Tensor:
 
 
 def joined(parts: Tensor, shard: Shard) -> Tensor:
-    """Return the value of which each member has a part, from [degree, *part].
-
-    This copies at most once, and not at all where nothing lies before the sharded dimension.
-    """
+    """Return the value of which each member has a part, from [degree, *part]."""
+    # This copies at most once, and not at all where nothing lies before the sharded dimension.
     dim = shard.dim
     if not shard.zigzag:
         apart: Tensor = parts.unflatten(dim + 1, (shard.blocks, -1)).movedim(0, dim + 1)

@@ -24,8 +24,7 @@ def compute(env: Env, ins: Instr) -> Bound:
     """Call one phase of a chunk."""
     phase, chunk = ins.computes.phase, env.chunks[ins.computes.chunk]
     spec = chunk.phases[phase]
-    code = env.setup.code(chunk, phase)
-    slots = env.slots
+    code, slots = env.setup.code(chunk, phase), env.slots
     wanted = arguments(env, ins, chunk, spec)
     single, several = results(env, ins, chunk, phase, spec)
     boxed: Boxed | None = getattr(code, "boxed", None)
@@ -64,8 +63,7 @@ def with_flat_gradients(
 ) -> tuple[Boxed, list[tuple[int, Members]]]:
     """Return the call of a backward that writes gradients into a flat tensor for each bucket, or adds them.
 
-    Return also those of the slots with several results that the call does not fill.
-    begun: the slots that hold a sum already, to which it adds.
+    Return also those of `several` that the call does not fill. begun: slots with a sum, to which it adds.
     """
     boxed_into = cast("Callable[..., Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
     layouts = given_buckets(env, chunk, spec.grad_params)
@@ -115,11 +113,9 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 
 def seeded(env: Env, ins: Instr, chunk: Chunk, run: Bound) -> Bound:
-    """Draw the same numbers for the same region, microbatch and replica in a step, wherever it runs.
-
-    The pieces of a region draw from one generator, in order: each reads what the one before it made. So it
-    does not matter into how many pieces collectives cut it.
-    """
+    """Draw the same numbers for the same region, microbatch and replica in a step, wherever it runs."""
+    # The pieces of a region draw from one generator, in order: each reads what the one before it made. So it
+    # does not matter into how many pieces collectives cut it.
     place = env.setup.plans.chunks[chunk.name].devices_for(ins.part).index(env.device)
     where = draw_place(chunk.drawer, ins.part, place // env.setup.outline.degree(chunk))
     pieces = [piece.name for piece in env.chunks.values() if piece.random and piece.drawer == chunk.drawer]
@@ -191,8 +187,7 @@ def results(
         first = len(chunk.outputs)
         single += [(next(writes), i) for i in range(first)]
         several += [(next(writes), [first + i for i in members]) for members in bundles(chunk).values()]
-        first += len(chunk.saved)
-        single += [(next(writes), first + i) for i in range(len(chunk.mutated))]
+        single += [(next(writes), first + len(chunk.saved) + i) for i in range(len(chunk.mutated))]
     else:
         first = len(spec.grad_inputs)
         single += [(next(writes), i) for i in range(first)]
@@ -219,27 +214,19 @@ def load(env: Env, ins: Instr) -> Bound:
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
     shardings, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device
-    known: dict[int, list[tuple[int, int]]] = {}  # by the samples of a batch: always one length, as compiled
 
     def run() -> None:
         value = env.batch[field]
-        samples = len(value)
-        if samples not in known:
-            known[samples] = rows(env, ins, samples)
-        spans = known[samples]
         wanted = dtype if value.dtype.is_floating_point else value.dtype
-        if len(spans) == 1:
-            low, high = spans[0]
-            part, ours = value[low:high], False  # the batch is not ours to keep
-        else:
-            part, ours = torch.cat([value[low:high] for low, high in spans]), True
+        parts = [value[low:high] for low, high in rows(env, ins, len(value))]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
         if shardings:
-            part, ours = own_slice(part, shardings, place).contiguous(), False
+            part = own_slice(part, shardings, place).contiguous()
         if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.
             slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
-        else:
-            slots[target] = part.to(device, wanted, copy=not ours)
+        else:  # the batch is not ours to keep
+            slots[target] = part.to(device, wanted, copy=bool(shardings) or len(parts) == 1)
 
     return run
 

@@ -17,11 +17,11 @@ from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
 from piper.runtime.accelerator import generator
-from piper.runtime.bucket_layout import Layout, own_slice
+from piper.runtime.bucket_layout import Clones, Layout, own_slice
+from piper.runtime.bucket_state import HostMemory
 from piper.runtime.comm.base import Comms, Group
 from piper.runtime.device_state import DeviceState
 from piper.runtime.expert_exchange import Division
-from piper.runtime.host_state import HostMemory
 from piper.runtime.setup import Initial, Setup
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved
@@ -66,19 +66,12 @@ def draw_seed(seed: int, step: int, where: str) -> int:
 
 
 class Vault(Protocol):
-    """Memory for copies of a device's state, as a launcher gives it."""
+    """Memory for copies of a device's state, as a launcher gives it. Sections are what `protect` copies."""
 
-    def due(self, step: int) -> bool:
-        """Return whether the state that a step begins with is to be copied."""
-
-    def copy(self, number: int, ins: Instr) -> None:
-        """Copy what an instruction reads into a section."""
-
-    def outgoing(self, ins: Instr) -> Tensor:
-        """Return the sections that an instruction sends, as bytes, one after another."""
-
-    def take(self, ins: Instr, arrived: Tensor) -> None:
-        """Keep the sections that an instruction brought."""
+    def due(self, step: int) -> bool: ...  # whether the state that a step begins with is to be copied
+    def copy(self, number: int, ins: Instr) -> None: ...  # copies what an instruction reads into a section
+    def outgoing(self, ins: Instr) -> Tensor: ...  # the sections that it sends, as bytes, one after another
+    def take(self, ins: Instr, arrived: Tensor) -> None: ...  # keeps the sections that it brought
 
 
 class Env:
@@ -91,12 +84,8 @@ class Env:
         comms: Comms,
         initial: Initial,
         dice: Dice | None = None,
-        state: DeviceState | None = None,
+        state: DeviceState | None = None,  # of another program, from which buffers are taken over too
     ) -> None:
-        """Fill the slots that outlive a step.
-
-        state: of another program, or one that lies beside it, so that buffers are taken over from there.
-        """
         self.lent = {} if state is None else state.buffers
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
@@ -110,6 +99,10 @@ class Env:
         self.layouts: dict[str, Layout] = {
             bucket.name: Layout(bucket, device) for bucket in setup.plans.buckets_on(device)
         }
+        self.clones: dict[str, list[Clones]] = {}  # by the chunks whose experts have them
+        for layout in self.layouts.values():
+            for chunk in layout.bucket.chunks if layout.clones is not None else ():
+                self.clones.setdefault(chunk, []).append(layout.clones)
         self.makers: dict[SlotId, str] = {  # the stream that allocates each slot
             slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()
         }
@@ -157,27 +150,21 @@ class Env:
 
     def clones_behind(self, route: str) -> str:
         """Return the chunk of experts that a route sends rows to if they have clones. Else an empty name."""
-        for layout in self.layouts.values():
-            for name in layout.bucket.chunks if layout.clones is not None else ():
-                source = self.chunks[name].inputs[0]
-                if isinstance(source, Output) and source.chunk == route:
-                    return name
-        return ""
+        sources = ((name, self.chunks[name].inputs[0]) for name in self.clones)
+        found = (name for name, source in sources if isinstance(source, Output) and source.chunk == route)
+        return next(found, "")
 
     def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
         """Compute experts where tables say, by chunk, from this step on."""
-        for layout in self.layouts.values():
-            for name in tables.keys() & set(layout.bucket.chunks):
-                assert layout.clones is not None, f"{name} has no clones"
-                layout.clones.table = tables[name]
+        for name in tables.keys() & self.clones.keys():
+            for clones in self.clones[name]:
+                clones.table = tables[name]
 
     def division(self, region: str) -> Division:
         """Return how the rows of a chunk of experts are divided among their copies in this step."""
-        clones = next(layout.clones for layout in self.layouts.values() if region in layout.bucket.chunks)
-        assert clones is not None, f"{region} has no clones"
-        known = self.divisions.get(region)
-        if known is None or known[0] != clones.table:
-            known = self.divisions[region] = clones.table, Division.of(clones.table, self.setup.device)
+        table, known = self.clones[region][0].table, self.divisions.get(region)
+        if known is None or known[0] != table:
+            known = self.divisions[region] = table, Division.of(table, self.setup.device)
         return known[1]
 
     def group(self, ins: Instr) -> Group:

@@ -11,17 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
-from piper.runtime.bucket_state import BucketState
-from piper.runtime.host_state import HostMemory, HostState
+from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.split_master import join, split
 from piper.runtime.trainers import build_optimizer, is_ours
 
 if TYPE_CHECKING:
     from piper.runtime.cuda.adam import SplitAdam
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-# ^ whose fused kernels divide gradients by `grad_scale`
 PARAMS = ("params", "param_names")  # what a group has besides options
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
@@ -192,10 +189,8 @@ class DeviceState:
             self.away[bucket].put_away(self.optimizer, wait=wait)
 
     def options(self) -> list[tuple[bool, dict[str, object]]]:
-        """Return of the optimizer's groups whether this device trains some of each, and the options.
-
-        Empty: it trains nothing.
-        """
+        """Return of the optimizer's groups whether this device trains some of each, and the options."""
+        # Empty: it trains nothing.
         if self.optimizer is None or not self.trains:
             return []
         return [
@@ -262,8 +257,7 @@ def portions(
     Only one of torch's own optimizers is stepped several times: each parameter's state is its own.
     """
     casts = splits or any(tensor.dtype != gradient.dtype for tensor, gradient in pairs)
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    apart = casts and not hooks and is_ours(optimizer)
+    apart = casts and not hooked(optimizer) and is_ours(optimizer)
     portion: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         portion.append(pair)
@@ -281,24 +275,19 @@ def plain(value: object) -> object:
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give gradients to the trained tensors, cast to their type where it differs."""
-    casts, sources = list[Tensor](), list[Tensor]()
+    casts = {tensor: gradient for tensor, gradient in portion if gradient.dtype != tensor.dtype}
     for tensor, gradient in portion:
-        cast = gradient
-        if gradient.dtype != tensor.dtype:
-            cast = torch.empty_like(tensor)
-            casts.append(cast)
-            sources.append(gradient)
-        tensor.grad = cast
+        tensor.grad = torch.empty_like(tensor) if tensor in casts else gradient
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
-        torch._foreach_copy_(casts, sources)
+        torch._foreach_copy_([tensor.grad for tensor in casts], [*casts.values()])
 
 
 @contextmanager
 def divided(optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | None) -> Iterator[None]:
     """Let an optimizer see the gradients of tensors divided. torch's fused kernels divide as they read."""
     types = {tensor.dtype for tensor in tensors} if divisor is not None else set[torch.dtype]()
-    fused = type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
-    if divisor is not None and fused and types == {torch.float32} and not optimizer._optimizer_step_pre_hooks:
+    fused = is_fused(optimizer) and not optimizer._optimizer_step_pre_hooks
+    if divisor is not None and fused and types == {torch.float32}:
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
         yield
         del optimizer.grad_scale  # type: ignore[attr-defined]
@@ -324,9 +313,17 @@ def skipped(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
 
 def skips(optimizer: Optimizer) -> bool:
     """Return whether kernels of an optimizer can skip a step by themselves, and nothing else comes of it."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return type(optimizer) in FUSED and fused and not hooks
+    return is_fused(optimizer) and not hooked(optimizer)
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Return whether somebody has asked to be called at an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps by one of torch's fused kernels, which divide by `grad_scale`."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def fuse(optimizer: Optimizer) -> None:

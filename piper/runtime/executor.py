@@ -33,14 +33,15 @@ class Executor:
         bound: Sequence[Bound],
         slots: list[object],
         index: Mapping[SlotId, int],
-        *,
         device: int,
+        on_failure: Callable[[], None] = lambda: None,
+        outro: Bound = lambda: None,  # runs when all lanes are at their end
+        *,
         streams: bool = True,
         timeout: float = 60.0,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.slots, self.device = plan, slots, device
-        self.timeout, self.on_failure = timeout, on_failure
+        self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
         self.events: list[Lock] = []
         self.failed = False
         signals = [ins.signals for ins in plan.instrs if ins.signals is not None]
@@ -62,10 +63,16 @@ class Executor:
         if self.threads is None:
             for lane in self.lanes:
                 self.run_lane(lane)
-            return
-        futures = [self.threads.submit(self.run_lane, lane) for lane in self.lanes]
-        wait(futures)
-        raise_first([error for future in futures if (error := future.exception()) is not None])
+        else:
+            futures = [self.threads.submit(self.run_lane, lane) for lane in self.lanes]
+            wait(futures)
+            errors = [error for future in futures if (error := future.exception()) is not None]
+            errors.sort(key=lambda error: isinstance(error, StoppedError))  # the cause of the others is first
+            if errors:
+                raise errors[0]
+        self.outro()
+
+    issue = run  # there is no graph to do without
 
     def run_lane(self, lane: Sequence[Step]) -> None:
         """Run the instructions of one lane in order."""
@@ -102,12 +109,3 @@ class Executor:
         """End the threads."""
         if self.threads is not None:
             self.threads.shutdown()
-
-
-def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raise the error that caused the others, if there is any."""
-    for error in errors:
-        if not isinstance(error, StoppedError):
-            raise error
-    if errors:
-        raise errors[0]

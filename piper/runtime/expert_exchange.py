@@ -9,11 +9,22 @@ copies. All devices of a group know the counts of all, so that each divides them
 The host must know how many rows travel before it can send them. On an accelerator the numbers are copied to
 the host where the rows are counted. The host waits for that copy only where the first rows leave, so that the
 instructions between the two overlap with it.
+
+[Note: blocks] Where rows travel in blocks of a fixed size, nothing that the host must know is counted. Each
+device sends a block of rows to each device of its group. A block that has fewer rows is filled up with others
+of the device. A device puts the rows that arrive in the order of its experts. Behind them it repeats the last
+one as often as rows fill blocks, as rows of the same expert: they are computed, but nothing reads their
+results, and their gradients are zero. So the counts cover all rows, each sum of gradients is the same, and
+rows that fill blocks give infinity or NaN only where a row does that was sent.
+
+Where more rows go to a device than a block has, the exchange says so and leaves some out: its numbers are
+those of no step, which is then run again with as many rows as are counted.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,53 +37,69 @@ from piper.runtime.comm.base import Group, joined
 TABLES = "piper_experts"  # the field of a batch that says where experts are computed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """How many rows travel, as the host knows it."""
-
-    gives: list[int]  # to each member
-    gets: list[int]  # from each member
-    blocks: list[list[int]]  # rows received: by sender, then by expert
-    given: list[list[int]] = field(default_factory=list, compare=False)  # sent: by member, by slot
+Rows = list[list[int]]  # by member of a group, and by expert
 
 
 @dataclass(slots=True, kw_only=True)
 class Splits:
     """How many rows travel between this device and each member of its expert group, by expert."""
 
-    given: Tensor  # [member, expert of that member]: rows this device sends
-    taken: Tensor  # [member, own expert]: rows this device receives
-    counts: Tensor  # both, on the host
+    counts: Tensor  # on the host: rows that this device sends to each member, and those that it receives
     arrival: torch.Event | None = None  # after which `counts` can be read; None: at once
-    known: Lengths | None = None
-    order: tuple[
-        int, ...
-    ] = ()  # of the slots that rows go to, as rows leave. Empty: from the first to the last
+    order: tuple[int, ...] = ()  # of the slots that rows go to, as rows leave. Empty: first to last
+    known: tuple[Rows, Rows] | None = None
 
-    def lengths(self) -> Lengths:
-        """Return the numbers of rows; the first call waits for them."""
+    def lengths(self) -> tuple[Rows, Rows]:
+        """Return the rows that are sent, and those that are received; the first call waits for them."""
         if self.known is None:
             if self.arrival is not None:
                 self.arrival.synchronize()
-            sent, blocks = self.counts.tolist()
-            gives, gets = ([sum(row) for row in rows] for rows in (sent, blocks))
-            self.known = Lengths(given=sent, gives=gives, gets=gets, blocks=blocks)
+            sent, received = self.counts.tolist()
+            self.known = sent, received
         return self.known
+
+    def outward(self, group: Group, rows: Tensor, *, gradients: bool = False) -> Tensor:
+        """Send rows to their experts, and return those that arrived, sorted by expert."""
+        sent, received = self.lengths()
+        if self.order:
+            sizes = list(chain(*sent))
+            blocks = dict(zip(self.order, rows.split([sizes[slot] for slot in self.order]), strict=True))
+            rows = torch.cat([blocks[slot] for slot in sorted(blocks)])
+        arrived = group.all_to_all(rows, list(map(sum, sent)), list(map(sum, received)))
+        by_sender = [part.split(sizes) for part, sizes in zip(arrived, received, strict=True)]
+        return torch.cat([blocks[expert] for expert in range(len(received[0])) for blocks in by_sender])
+
+    def back(self, group: Group, rows: Tensor) -> Tensor:
+        """Send rows back to where they came from, and return those that came back, in the order they left."""
+        sent, received = self.lengths()
+        experts, senders = len(received[0]), group.size
+        blocks = rows.split(list(chain(*zip(*received, strict=True))))
+        by_sender = torch.cat([blocks[e * senders + s] for s in range(senders) for e in range(experts)])
+        arrived = group.all_to_all(by_sender, list(map(sum, received)), list(map(sum, sent)))
+        returned = joined(arrived, whole=True)
+        if not self.order:
+            return returned
+        by_slot = returned.split(list(chain(*sent)))
+        return torch.cat([by_slot[slot] for slot in self.order])
 
 
 def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
-    given = counts.view(group.size, -1).clone()  # the counts may be freed before the rows have come back
-    taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
+    given, taken = swapped_counts(group, counts)
     here, arrival = on_its_way(torch.stack((given, taken)))
-    return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
+    return Splits(counts=here, arrival=arrival), taken.sum(0)
+
+
+def swapped_counts(group: Group, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that this device has for each expert of a member, and that members have for its own."""
+    given = counts.view(group.size, -1)
+    taken = group.swap([row.view(1, -1) for row in given], [1] * group.size)
+    return given, torch.stack(taken).view_as(given)
 
 
 def field_of_tables(tables: Mapping[str, ExpertTable], cloned: Mapping[str, Bucket]) -> Tensor:
-    """Return tables of experts as a field of a batch: a step is repeated with those that it had.
-
-    cloned: a bucket of each region whose experts have clones. All regions are in it, one after the other.
-    """
+    """Return tables of experts as a field of a batch: a step is repeated with those that it had."""
+    # cloned: a bucket of each region whose experts have clones. All regions are in it, one after the other.
     chosen = [tables.get(region) or first_table(*bucket.table_sizes) for region, bucket in cloned.items()]
     return torch.cat([torch.tensor([table.experts, table.shares]).view(-1) for table in chosen])
 
@@ -123,10 +150,8 @@ class Division:
         )
 
     def rows(self, counts: Tensor) -> Tensor:
-        """Return how many rows each sender gives to each slot, given how many it has for each expert.
-
-        Where they do not divide evenly, senders begin at different copies.
-        """
+        """Return how many rows each sender gives to each slot, given how many it has for each expert."""
+        # Where they do not divide evenly, senders begin at different copies.
         rows = counts[:, self.experts]
         senders = torch.arange(len(counts), device=counts.device).view(-1, 1)
         first = senders * self.whole // len(counts)
@@ -139,15 +164,12 @@ def count_divided(group: Group, counts: Tensor, division: Division) -> tuple[Spl
     rows = division.rows(everyone).view(group.size, group.size, -1)
     given, taken = rows[group.rank], rows[:, group.rank].contiguous()
     here, arrival = on_its_way(torch.stack((given, taken)))
-    splits = Splits(given=given, taken=taken, counts=here, arrival=arrival, order=division.order)
-    return splits, taken.sum(0), everyone.sum(0)
+    return Splits(counts=here, arrival=arrival, order=division.order), taken.sum(0), everyone.sum(0)
 
 
 def on_its_way(value: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Start the copy of a value to the host; return it, and the event after which it can be read.
-
-    The host does not wait. None: the value can be read at once.
-    """
+    """Start the copy of a value to the host; return it, and the event after which it can be read."""
+    # The host does not wait. None: the value can be read at once.
     if not is_accelerator(value.device):
         return value, None
     here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
@@ -156,28 +178,85 @@ def on_its_way(value: Tensor) -> tuple[Tensor, torch.Event | None]:
     return here, arrival
 
 
-def outward(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Send rows to their experts, and return those that arrived, sorted by expert."""
-    lengths = splits.lengths()
-    if splits.order:
-        sizes = [rows for member in lengths.given for rows in member]
-        blocks = dict(zip(splits.order, rows.split([sizes[slot] for slot in splits.order]), strict=True))
-        rows = torch.cat([blocks[slot] for slot in sorted(blocks)])
-    arrived = group.all_to_all(rows, lengths.gives, lengths.gets)
-    by_sender = [part.split(block) for part, block in zip(arrived, lengths.blocks, strict=True)]
-    return torch.cat([blocks[expert] for expert in range(len(lengths.blocks[0])) for blocks in by_sender])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Where rows lie on their way: at places of blocks, one for each member of the group. [Note: blocks]"""
+
+    size: int
+    source: Tensor  # by place: the row that leaves from it
+    target: Tensor  # by place of the blocks that arrive: the place in the order of the experts
+    order: Tensor  # by that place: the place in the blocks that arrived
+    fills: Tensor  # by that place: whether its row only fills a block
+    home: Tensor  # by row: the place at which it comes back
+
+    def outward(self, group: Group, rows: Tensor, *, gradients: bool) -> Tensor:
+        """Send rows to their experts, and return those that arrived, sorted by expert."""
+        taken = self._swapped(group, rows.index_select(0, self.source)).index_select(0, self.order)
+        if gradients:
+            taken.masked_fill_(self.fills.view(-1, *[1] * (taken.dim() - 1)), 0)
+        return taken
+
+    def back(self, group: Group, rows: Tensor) -> Tensor:
+        """Send rows back to where they came from, and return those that came back, in the order they left."""
+        return self._swapped(group, rows.index_select(0, self.target)).index_select(0, self.home)
+
+    def _swapped(self, group: Group, rows: Tensor) -> Tensor:
+        sizes = [self.size] * group.size
+        return joined(group.all_to_all(rows, sizes, sizes), whole=True)
 
 
-def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
-    """Send rows back to where they came from, and return those that came back, in the order they left."""
-    lengths = splits.lengths()
-    experts, senders = len(lengths.blocks[0]), group.size
-    by_expert = [lengths.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
-    blocks = rows.split(by_expert)
-    by_sender = torch.cat([blocks[e * senders + s] for s in range(senders) for e in range(experts)])
-    returned = joined(group.all_to_all(by_sender, lengths.gets, lengths.gives), whole=True)
-    if not splits.order:
-        return returned
-    sizes = [rows for member in lengths.given for rows in member]
-    by_slot = returned.split(sizes)
-    return torch.cat([by_slot[slot] for slot in splits.order])
+def count_blocks(group: Group, counts: Tensor, rows: int, size: int) -> tuple[Blocks, Tensor, Tensor]:
+    """Agree on where rows lie in blocks; also the rows of each local expert, and whether some are left out.
+
+    counts: rows of this device for each expert, `rows` in all.
+    """
+    given, taken = swapped_counts(group, counts)
+    sent = given.sum(1)
+    ends = sent.cumsum(0)
+    first = (ends - sent).view(-1, 1)
+    place = torch.arange(size, device=counts.device)
+    row = torch.arange(rows, device=counts.device)
+    member = torch.bucketize(row, ends, right=True).clamp(max=group.size - 1)
+    target, local, used = _sorted_places(taken, place)
+    places = torch.arange(len(target), device=counts.device)
+    order = torch.empty_like(target).scatter_(0, target, places)
+    blocks = Blocks(
+        size=size,
+        source=(first + place).clamp(max=rows - 1).view(-1),
+        target=target,
+        order=order.index_select(0, places.minimum((used - 1).clamp(min=0))),
+        fills=places >= used,
+        home=member * size + (row - first.view(-1)[member]).clamp(max=size - 1),
+    )
+    return blocks, local, (sent > size).any() | (ends[-1] != rows)  # a step that is run again refuses counts
+
+
+def refuse_counts(wrong: Tensor) -> None:
+    """End the step where counts do not add up to the rows. On an accelerator no host waits to see it."""
+    torch._assert_async(~wrong, "the counts of a route do not add up to its rows")
+
+
+def _sorted_places(taken: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each row of the blocks that arrive lies in the order of the experts, and their counts.
+
+    The last result is how many of the rows do not only fill blocks: those come first. The others count for
+    the last expert that has rows.
+
+    taken: [member, own expert], the rows that members have for this device.
+    """
+    (members, experts), size = taken.shape, len(place)
+    ends = taken.cumsum(1).clamp(max=size)  # in the block of each member
+    sizes = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    by_expert = sizes.t().reshape(-1)
+    begins = (by_expert.cumsum(0) - by_expert).view(experts, members).t()
+    expert = torch.searchsorted(ends, place.repeat(members, 1), right=True)
+    own = expert.clamp(max=experts - 1)
+    sorted_place = (begins - ends + sizes).gather(1, own) + place
+    used = ends[:, -1:]
+    before = torch.arange(members, device=place.device).view(-1, 1) * size - used.cumsum(0)
+    total = used.sum()
+    target = torch.where(expert < experts, sorted_place, total + before + place)
+    local = sizes.sum(0)
+    number = torch.arange(experts, device=place.device)
+    last = (number * (local > 0)).max()
+    return target.view(-1), local + (number == last) * (members * size - total), total

@@ -1,6 +1,5 @@
 """From each backward's gradients to updated parameters: sums, reductions, the norm, the update."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -21,8 +20,15 @@ def accumulate(env: Env, ins: Instr) -> Bound:
     """Begin a sum, or add to it."""
     slots, value, total = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     first = len(ins.reads) == 1
+
+    def begin_number() -> None:  # losses, weights and metrics: in float64, in any precision of the model
+        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(-1)
+
+    def add_number() -> None:
+        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(-1))
+
     if ins.writes[0].kind != "grad":
-        return add_scalar(env, value, total, first)
+        return begin_number if first else add_number
     layout = env.layouts[ins.writes[0].owner]
 
     def begin() -> None:
@@ -33,19 +39,6 @@ def accumulate(env: Env, ins: Instr) -> Bound:
     def add() -> None:
         pairs = [(t, g) for t, g in zip(slots[total], slots[value], strict=True) if g is not None]  # type: ignore[call-overload]
         torch._foreach_add_([t for t, _ in pairs], [g for _, g in pairs])
-
-    return begin if first else add
-
-
-def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
-    """Add up losses, weights and metrics in float64, in any precision of the model."""
-    slots = env.slots
-
-    def begin() -> None:
-        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(-1)
-
-    def add() -> None:
-        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(-1))
 
     return begin if first else add
 
@@ -81,8 +74,7 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     slots, target = env.slots, env.at(ins.writes[0])
     again = ins.writes[0] in ins.reads
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
-    device = env.setup.device
-    bucket = layout.bucket
+    device, bucket = env.setup.device, layout.bucket
     how = next(how for how in bucket.reductions if bucket.gradient(how.gets) == ins.writes[0])
 
     def run() -> None:
@@ -101,23 +93,16 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
 
 def flat_of(value: object, layout: Layout) -> Tensor:
     """Return a gradient, or a shard of it, as one flat tensor in the type that it travels in."""
-    match value:
-        case Flat():
-            return value.whole.to(layout.travels)
-        case Tensor():
-            return value.to(layout.travels)
-        case [Tensor() as only]:
-            return only.reshape(-1).to(layout.travels)
-    return layout.flatten(cast(Sequence[Tensor], value), layout.travels).whole
+    parts = parts_of(value)
+    if len(parts) == 1:
+        return parts[0].reshape(-1).to(layout.travels)
+    return layout.flatten(parts, layout.travels).whole
 
 
 def parts_of(value: object) -> list[Tensor]:
     """Return the tensors that a gradient consists of: a flat one, a shard, or one for each piece."""
-    match value:
-        case Flat():
-            return [value.whole]
-        case Tensor():
-            return [value]
+    if isinstance(value, Flat | Tensor):
+        return [value.whole if isinstance(value, Flat) else value]
     return cast(list[Tensor], value)
 
 
@@ -140,10 +125,7 @@ def gather(env: Env, ins: Instr) -> Bound:
         gather_into(out)
         slots[target] = layout.over(out)
 
-    def gather_updated() -> None:
-        gather_into(whole)
-
-    return gather_updated if updated else gather_whole
+    return partial(gather_into, whole) if updated else gather_whole
 
 
 def reshard(env: Env, ins: Instr) -> Bound:
@@ -193,10 +175,8 @@ def squares(gradient: list[Tensor]) -> Tensor:
 
 
 def squares_on_host(flat: Tensor) -> Tensor:
-    """Return the sum of squares of one flat tensor: short blocks in its own type, then float64.
-
-    Reading a float32 gradient as float64 takes several times as long as this.
-    """
+    """Return the sum of squares of one flat tensor: short blocks in its own type, then float64."""
+    # Reading a float32 gradient as float64 takes several times as long as this.
     even = len(flat) - len(flat) % BLOCK
     blocks = torch.linalg.vector_norm(flat[:even].view(-1, BLOCK), dim=1, dtype=at_least_single(flat.dtype))
     rest = torch.linalg.vector_norm(flat[even:], dtype=torch.float64)

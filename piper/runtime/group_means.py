@@ -128,10 +128,8 @@ def merge(env: Env, ins: Instr) -> Bound:
 
 
 def step_by(outer: OuterStep, averaged: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-    """Step the outer optimizer: its gradient is what the groups have moved away from the last average.
-
-    The new parameters are written to `averaged` and to `mean`.
-    """
+    """Step the outer optimizer: its gradient is what the groups have moved away from the last average."""
+    # The new parameters are written to `averaged` and to `mean`.
     gradient = averaged - mean
     if momentum is not None:
         momentum.mul_(outer.momentum).add_(gradient)

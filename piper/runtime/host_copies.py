@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,38 +10,22 @@ from torch import Tensor
 from piper.plan.instr import Instr
 from piper.plan.protected import MIRRORED
 from piper.runtime.accelerator import is_accelerator, module, wait_for_stream
+from piper.runtime.bucket_state import HostBuffer
 from piper.runtime.context import Bound, Env
-from piper.runtime.host_state import HostBuffer
 
 
 @dataclass(slots=True)
 class TensorCopy:
-    """A tensor on the host: its whole storage, and where the tensor lies in it."""
+    """A tensor on the host, over a buffer with its whole storage."""
 
     buffer: HostBuffer
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
-@dataclass(slots=True)
-class HostCopy:
-    """The value of a slot on the host: a tensor, or several, of which some may be no tensors."""
-
-    items: list[object]
-    several: bool
-
-    def buffers(self) -> list[HostBuffer]:
-        """Return the buffers that the value lies in, each once."""
-        found = (item.buffer for item in self.items if isinstance(item, TensorCopy))
-        return list({id(buffer): buffer for buffer in found}.values())
+    tensor: Tensor
 
 
 def offload(env: Env, ins: Instr) -> Bound:
     """Copy values to memory of the host, each storage once, or the state of a bucket."""
     if ins.writes[0].kind == "state":
-        return offload_state(env, ins)
+        return partial(env.state.put_away, ins.writes[0].owner)
     slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
 
@@ -55,53 +40,41 @@ def offload(env: Env, ins: Instr) -> Bound:
                 buffer = buffers[storage._cdata] = memory.take(storage.nbytes(), device)
                 stored = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
                 buffer.data.copy_(stored, non_blocking=True)
-            return TensorCopy(
-                buffers[storage._cdata], value.dtype, value.size(), value.stride(), value.storage_offset()
-            )
+            buffers[storage._cdata].users += 1
+            return TensorCopy(buffers[storage._cdata], over(buffers[storage._cdata].data, value))
 
         for source, target in pairs:
-            value = slots[source]
-            items = value if isinstance(value, list) else [value]
-            copy = HostCopy([copied(item) for item in items], isinstance(value, list))
-            for buffer in copy.buffers():
-                buffer.users += 1
-            slots[target] = copy
+            slots[target] = each_in(slots[source], copied)
 
     return run
 
 
 def fetch(env: Env, ins: Instr) -> Bound:
-    """Bring values back from the host, each storage once, into memory of the stream that reads them."""
+    """Bring values, or the state of a bucket, back from the host, into memory of the stream that reads it."""
     if ins.reads[0].kind == "state":
         return fetch_state(env, ins)
     slots, device, memory = env.slots, env.setup.device, env.host_memory
+    maker = env.makers[ins.writes[0]]
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
     ending = {env.at(slot) for slot in ins.frees}
-    maker = env.makers[ins.writes[0]]
 
     def run() -> None:
         empty = allocator(env, maker)
-        storages: dict[int, torch.UntypedStorage] = {}  # by the buffers that they are copied from
+        brought: dict[int, Tensor] = {}  # bytes on the device, by the buffers that they are copied from
         ended: list[HostBuffer] = []
 
-        def restored(item: object) -> object:
+        def restored(item: object, ends: bool) -> object:
             if not isinstance(item, TensorCopy):
                 return item
-            key = id(item.buffer)
-            if key not in storages:
-                data = empty(len(item.buffer.data))
-                data.copy_(item.buffer.data, non_blocking=True)
-                storages[key] = data.untyped_storage()
-            made = torch.empty(0, dtype=item.dtype, device=device)
-            return made.set_(storages[key], item.offset, item.size, item.stride)
+            buffer = item.buffer
+            if id(buffer) not in brought:
+                brought[id(buffer)] = empty(len(buffer.data)).copy_(buffer.data, non_blocking=True)
+            if ends:
+                ended.append(buffer)
+            return over(brought[id(buffer)], item.tensor)
 
         for source, target in pairs:
-            copy = slots[source]
-            assert isinstance(copy, HostCopy), f"{ins.node} finds no copy on the host"
-            items = [restored(item) for item in copy.items]
-            slots[target] = items if copy.several else items[0]
-            if source in ending:
-                ended += copy.buffers()
+            slots[target] = each_in(slots[source], partial(restored, ends=source in ending))
         for buffer in ended:
             buffer.users -= 1
             if not buffer.users:
@@ -121,22 +94,21 @@ def fetch_state(env: Env, ins: Instr) -> Bound:
     return run
 
 
-def offload_state(env: Env, ins: Instr) -> Bound:
-    """Copy the optimizer's state for a bucket to the host."""
-    bucket = ins.writes[0].owner
+def each_in(value: object, act: Callable[[object], object]) -> object:
+    """Return what an act makes of the value of a slot: of each item where it has several."""
+    return [act(item) for item in value] if isinstance(value, list) else act(value)
 
-    def run() -> None:
-        env.state.put_away(bucket)
 
-    return run
+def over(data: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that lies in these bytes as another one lies in its storage."""
+    made = torch.empty(0, dtype=like.dtype, device=data.device)
+    return made.set_(data.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
-    """Return a function that allocates bytes on the device, of the memory of another stream.
-
-    What that stream has freed may still be in use by work that it was given before, so the current stream
-    waits for that work.
-    """
+    """Return a function that allocates bytes on the device, of the memory of another stream."""
+    # What that stream has freed may still be in use by work that it was given before, so the current stream
+    # waits for that work.
     device = env.setup.device
     if not is_accelerator(device):
         return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)

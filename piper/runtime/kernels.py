@@ -8,12 +8,11 @@ from torch import Tensor
 
 from piper.plan.instr import Instr
 from piper.plan.ops import Op, Routing, Rows
-from piper.runtime import expert_exchange
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env
-from piper.runtime.expert_blocks import Blocks, count_blocks, refuse_counts
+from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
 from piper.runtime.gradients import (
     accumulate,
     all_reduce,
@@ -33,10 +32,10 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins), Form()
+    cut = row_cut(ins)
 
     def run() -> None:
-        pipe.send(cut(cast(Tensor, slots[source])), form)
+        pipe.send(cut(cast(Tensor, slots[source])))
 
     return run
 
@@ -45,13 +44,29 @@ def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
     pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
-    assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
-    form = Form()
+    form = form_of(env, ins)
 
     def run() -> None:
         slots[target] = pipe.recv(form)
 
     return run
+
+
+def form_of(env: Env, ins: Instr) -> Form:
+    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
+    assert ins.comm is not None
+    sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
+    sends = (each for each in env.setup.plans.of(sender).instrs if each.op == "send")
+    send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
+    slot = send.reads[0]
+    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    chunk = env.chunks[slot.owner]
+    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
+    assert not spec.dynamic_rows, "rows between route and unroute stay on their devices"
+    shape = spec.shape
+    if isinstance(rows := send.payload, Rows):
+        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
+    return Form(shape, getattr(torch, spec.dtype))
 
 
 def copy(env: Env, ins: Instr) -> Bound:
@@ -109,12 +124,11 @@ def counts(env: Env, ins: Instr) -> Bound:
     rows, block = ins.payload.rows, ins.payload.block
 
     def run() -> None:
-        slots[splits], slots[local] = expert_exchange.count(group, cast(Tensor, slots[source]))
+        slots[splits], slots[local] = count(group, cast(Tensor, slots[source]))
 
     def run_divided() -> None:
         division = env.division(region)
-        divided = expert_exchange.count_divided(group, cast(Tensor, slots[source]), division)
-        slots[splits], slots[local], rows = divided
+        slots[splits], slots[local], rows = count_divided(group, cast(Tensor, slots[source]), division)
         env.rows[region] = env.rows[region] + rows if region in env.rows else rows
 
     def run_in_blocks() -> None:
@@ -139,16 +153,10 @@ def exchange(env: Env, ins: Instr) -> Bound:
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
     outward, gradients = ins.payload.outward, ins.payload.run.phase != "F"
-    travel = expert_exchange.outward if outward else expert_exchange.back
 
     def run() -> None:
-        value, how = cast(Tensor, slots[rows]), slots[splits]
-        if not isinstance(how, Blocks):
-            slots[target] = travel(group, value, cast(expert_exchange.Splits, how))
-        elif outward:
-            slots[target] = how.outward(group, value, gradients=gradients)
-        else:
-            slots[target] = how.back(group, value)
+        value, how = cast(Tensor, slots[rows]), cast("Splits | Blocks", slots[splits])
+        slots[target] = how.outward(group, value, gradients=gradients) if outward else how.back(group, value)
 
     return run
 

@@ -51,20 +51,16 @@ class Releases:
     """Walks a plan in the order of issue, with what each stream knows of the others."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
         self.clock = StreamClock(ins.stream for ins in plan.instrs)
         self.lane = self.clock.stream_of  # the stream of each place, by number
         self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
         self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
         self.signalled: dict[int, int] = {}  # event -> place
-        self.sent: Counter[str] = Counter()  # values, by their pipe
+        self.sent: Counter[str | None] = Counter()  # values, by their pipe
 
-    def run(self) -> list[Handling]:
-        """Return what each instruction has to do. Slots still parked at the end are freed after the step."""
-        return [self._handle(place, ins) for place, ins in enumerate(self.plan.instrs)]
-
-    def _handle(self, place: int, ins: Instr) -> Handling:
-        lane, found = self.lane[place], Handling()
+    def handle(self, place: int, ins: Instr) -> Handling:
+        """Return what the next instruction has to do."""
+        lane, found, pipe = self.lane[place], Handling(), ins.comm if ins.op == "send" else None
         for event in ins.waits:
             self.clock.learn(lane, self.signalled[event])
         self._unpark(lane, ins, found)
@@ -74,11 +70,8 @@ class Releases:
                 found.frees.append(slot)
             else:
                 found.parks.append(slot)
-                pipe = ins.comm if ins.op == "send" else None
-                number = self.sent[pipe] if pipe is not None else 0
-                self.parked[maker].append(Parked(slot=slot, place=place, pipe=pipe, number=number))
-        if ins.op == "send" and ins.comm is not None:
-            self.sent[ins.comm] += 1
+                self.parked[maker].append(Parked(slot=slot, place=place, pipe=pipe, number=self.sent[pipe]))
+        self.sent[pipe] += 1
         self.clock.issue(place)
         if ins.signals is not None:
             self.signalled[ins.signals] = place
@@ -88,12 +81,11 @@ class Releases:
         """Drop what this stream knows to be over; wait for what has been parked for long enough."""
         if not self.parked[lane]:
             return
-        works = OPS[ins.op].takes_time
-        if works:
+        if works := OPS[ins.op].takes_time:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
                 other = self.lane[slot.place]
-                sends = 0 if slot.pipe is None else self.sent[slot.pipe] - slot.number
+                sends = self.sent[slot.pipe] - slot.number
                 due = slot.age >= LAG if slot.pipe is None else sends > SENDS
                 if due and not self.clock.knows(lane, slot.place):
                     late[other] = slot.place  # they are in the order of their places
@@ -112,7 +104,9 @@ class Releases:
 
 def releases(plan: Plan) -> list[Handling]:
     """Return what each instruction of a plan does so that memory is freed only when no stream uses it."""
-    return Releases(plan).run()
+    # Slots that are still parked at the end are freed after the step.
+    walk = Releases(plan)
+    return [walk.handle(place, ins) for place, ins in enumerate(plan.instrs)]
 
 
 def predicted_peak(plan: Plan) -> int:

@@ -52,25 +52,16 @@ class StreamExecutor:
         bound: Sequence[Bound],
         slots: list[object],
         index: Mapping[SlotId, int],
-        *,
         device: int,
+        on_failure: Callable[[], None] = lambda: None,
+        outro: Bound = lambda: None,  # issued last, when all streams are joined: brings results to the host
+        *,
         accelerator: torch.device,
         streams: bool = True,
         timeout: float = 60.0,
-        on_failure: Callable[[], None] = lambda: None,
-        outro: Bound = lambda: None,
-        home: torch.Stream | None = None,
-        show: Show = lambda places: None,
+        home: torch.Stream | None = None,  # that steps begin and end on. None: where the state is changed
+        show: Show = lambda places: None,  # takes the place of each stream while the host waits for the end
     ) -> None:
-        """Prepare the streams and events of a plan.
-
-        outro: is issued last, when all streams have been joined: it brings the results to the host.
-
-        home: the stream that steps begin and end on. None: the stream on which the state is changed between
-        steps.
-
-        show: takes the place of each stream while the host waits for the end of a step.
-        """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro, self.show = timeout, on_failure, outro, show
         self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
@@ -139,6 +130,8 @@ class StreamExecutor:
             else:
                 self._wait(self.done, len(self.steps))
             self.drop()
+
+    issue = run  # there is no graph to do without
 
     def enqueue(self, *, paced: bool = False) -> None:
         """Run the plan once: every stream begins after the home stream, which goes on after all of them.

@@ -14,15 +14,12 @@ from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Comms
 from piper.runtime.context import BatchField, Bound, Dice, Env
 from piper.runtime.cuda.graph_checks import check_static
-from piper.runtime.cuda.graph_inputs import Intake
-from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.debug.output_recorder import OutputRecorder
-from piper.runtime.debug.profiler import Recorder
+from piper.runtime.cuda.graphs import GraphExecutor, Intake
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.expert_exchange import TABLES, tables_of_field
 from piper.runtime.kernels import KERNELS
-from piper.runtime.predictions import PredictionRecorder, predicts
+from piper.runtime.recorders import OutputRecorder, PredictionRecorder, Recorder, predicts
 from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.stream_executor import Show, StreamExecutor
 
@@ -77,12 +74,8 @@ class Worker:
         watch: Watch | None = None,
         show: Show = lambda places: None,
         kernels: Kernels = KERNELS,
-        state: DeviceState | None = None,
+        state: DeviceState | None = None,  # of the worker whose parameters this one uses too. None: its own
     ) -> None:
-        """Build a device's state and bind its plan.
-
-        state: of the worker whose parameters this one uses too. None: it has its own.
-        """
         self.setup, self.device = setup, device
         self.options, self.watch, self.show, self.kernels = options, watch, show, kernels
         self.intake: Intake | None = None
@@ -100,10 +93,10 @@ class Worker:
         self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
         self.predictions = PredictionRecorder(self.env) if predicts(setup.outline) else None
         watchers = (self.intake, self.trail, self.predictions, self.recorder)
-        for each in (*(watcher.watch for watcher in watchers if watcher is not None), watch):
-            if each is not None:
-                instrs = enumerate(zip(plan.instrs, bound, strict=True))
-                bound = [each(place, ins, run) for place, (ins, run) in instrs]
+        watches = [watcher.watch for watcher in watchers if watcher is not None]
+        for each in watches if watch is None else [*watches, watch]:
+            instrs = enumerate(zip(plan.instrs, bound, strict=True))
+            bound = [each(place, ins, run) for place, (ins, run) in instrs]
         self.places = setup.plans.places
         self.on_host = torch.zeros(
             sum(setup.plans.sums.values()), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
@@ -118,33 +111,24 @@ class Worker:
     ) -> Executor | StreamExecutor | GraphExecutor:
         """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
         env = self.env
-        bindings = (env.plan, bound, env.slots, env.index)
-        if is_accelerator(self.setup.device):
-            executor = StreamExecutor(
-                *bindings,
-                device=self.device,
-                accelerator=self.setup.device,
-                streams=options.streams,
-                timeout=options.timeout,
-                on_failure=on_failure,
-                outro=self._fetch,
-                show=self.show,
-                home=None if self.intake is None else module(self.setup.device).Stream(self.setup.device),
-            )
-            env.streams = executor.streams
-            if self.intake is None:
-                return executor
-            residents = [env.at(slot) for slot in env.plan.residents]
-            overflows = self.places.get("overflows")
-            undone = None if overflows is None else (env.at(TOTAL), overflows.start)
-            return GraphExecutor(executor, self.intake, residents, undone)
-        return Executor(
+        bindings = (env.plan, bound, env.slots, env.index, self.device, on_failure, self._fetch)
+        if not is_accelerator(self.setup.device):
+            return Executor(*bindings, streams=options.streams, timeout=options.timeout)
+        executor = StreamExecutor(
             *bindings,
-            device=self.device,
             streams=options.streams,
             timeout=options.timeout,
-            on_failure=on_failure,
+            accelerator=self.setup.device,
+            show=self.show,
+            home=None if self.intake is None else module(self.setup.device).Stream(self.setup.device),
         )
+        env.streams = executor.streams
+        if self.intake is None:
+            return executor
+        residents = [env.at(slot) for slot in env.plan.residents]
+        overflows = self.places.get("overflows")
+        undone = None if overflows is None else (env.at(TOTAL), overflows.start)
+        return GraphExecutor(executor, self.intake, residents, undone)
 
     def _fetch(self) -> None:
         """Bring the step's sums to the host; on an accelerator, when it gets there."""
@@ -191,25 +175,17 @@ class Worker:
         overflows = self.places.get("overflows")
         kept = () if overflows is None else env.index.items()
         buffers = {place: env.slots[place] for slot, place in kept if slot.kind == "buffer"}
-        self._finish(self.executor.run)
+        self.executor.run()
         if overflows is None or not self.on_host[overflows]:
             return False
         for place, value in buffers.items():
             env.slots[place] = value
         env.exact = True
         try:
-            self._finish(
-                self.executor.issue if isinstance(self.executor, GraphExecutor) else self.executor.run
-            )
+            self.executor.issue()
         finally:
             env.exact = False
         return True
-
-    def _finish(self, run: Bound) -> None:
-        """Run the plan, and bring its sums to the host where it did not."""
-        run()
-        if not is_accelerator(self.setup.device):
-            self._fetch()
 
     def prepare(
         self,
@@ -227,11 +203,9 @@ class Worker:
         on batches of other sizes. Otherwise it evaluates. Where its strategy holds parameters in another
         layout, it has a state of its own, which is empty until the worker's state moves there.
         """
-        options = Options(
-            streams=self.options.streams, timeout=self.options.timeout, threads=self.options.threads
-        )
-        if trains:  # one graph is enough: each keeps memory of its own
-            options = replace(self.options, profile=0, graphs=False)
+        options = replace(self.options, profile=0, graphs=False)  # each graph keeps memory of its own
+        if not trains:
+            options = replace(options, keep_gradients=False, keep_outputs=False)
         states = [self.env.state, *dict.fromkeys(other.env.state for other in self.others.values())]
         state = next((one for one in states if setup.plans.lie_in(one.setup.plans)), None)
         if state is None:
@@ -297,8 +271,7 @@ class Worker:
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return what this device holds of those of the named buffers that it uses."""
-        found = {name: self.buffer(name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name in names if (value := self.buffer(name)) is not None}
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""

@@ -14,9 +14,8 @@ from piper.compiler import Program
 from piper.job import Job
 from piper.plan.bucket import Bucket
 from piper.run.run import Run
-from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
-from piper.runtime.standins import Sizes
-from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
+from piper.runtime.recorders import WARM, ClockOffset, DeviceProfile
+from piper.runtime.trainers import Sizes, advance, empty_optimizer, make_scheduler
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.simulate import TOKENS
 from piper.view.plan_trace import profile_trace

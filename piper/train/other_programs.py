@@ -36,8 +36,7 @@ from piper.recipe import file_and_function
 from piper.run.checkpointing import LET_SAVE, checkpoints_of, past_of, prepare_saves
 from piper.run.driver_checkpoints import write_start
 from piper.runtime.setup import build_model
-from piper.runtime.standins import Sizes, hollow, whole_view
-from piper.runtime.trainers import advance, make_optimizer, make_scheduler
+from piper.runtime.trainers import Sizes, advance, hollow, make_optimizer, make_scheduler, whole_view
 from piper.train.run_folder import ABOUT, choose, claim, locked, prepare, read_about
 
 CLOSE = 1e-6  # of a learning rate: the file's and the schedule's are equal up to rounding

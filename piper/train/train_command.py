@@ -17,7 +17,7 @@ from rich.console import Console
 from piper.callbacks import Numbers, Running, StepNumbers
 from piper.checkpoint.metadata import Trainer, read_record
 from piper.compiler import Program, compile
-from piper.data.taking import batches_of
+from piper.data.feed import one_epoch
 from piper.errors import ConfigError
 from piper.ir.format import count
 from piper.job import Job
@@ -245,7 +245,7 @@ def train_alone(asked: TrainOptions) -> "RankSummary":
     program = compile(job, device=asked.device, compile=asked.compile)
     options = Options(graphs=asked.graphs)
     with launch_single_rank(program, asked.on, options, cluster=asked.cluster) as run:
-        for batch in islice(batches_of(job.data), steps):
+        for batch in islice(one_epoch(job.data, job.seed), steps):
             run.step(batch)
         return RankSummary(
             rank=asked.on,

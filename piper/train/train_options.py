@@ -14,7 +14,7 @@ from piper.run.elastic import ElasticRange, ElasticRecovery
 from piper.run.launch import On
 from piper.run.recovery import Recovery
 from piper.run.run import Run
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.train.interrupt import GRACE
 from piper.workers.rank_environment import RANKS, rank_environment
 

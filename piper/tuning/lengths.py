@@ -8,7 +8,7 @@ from pathlib import Path
 from piper.checkpoint.moves import moving_plans, peak_while_moving
 from piper.compiler import Program
 from piper.compiler import compile as compile_job
-from piper.data.taking import batches_of
+from piper.data.feed import one_epoch
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
@@ -210,7 +210,7 @@ def first_of_each_length(job: Job, batches: int) -> tuple[dict[int, Batch], dict
     """Return the first batch of each length among those of the data, and the share of each, in order."""
     counts: dict[int, int] = {}
     first: dict[int, Batch] = {}
-    for batch in islice(batches_of(job.data), batches):
+    for batch in islice(one_epoch(job.data, job.seed), batches):
         rows = padded(batch, job.buckets)
         length = length_of(rows)
         first.setdefault(length, rows)

@@ -19,7 +19,7 @@ from piper.ir.graph import start as start_graph
 from piper.ir.select import at
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
 from piper.simulate.measured import Measured, check_model

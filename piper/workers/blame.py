@@ -20,7 +20,7 @@ from piper.plan.plan import Plans
 from piper.process.usercode import failed_line
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
-from piper.runtime.debug.profiler import DeviceTimes
+from piper.runtime.recorders import DeviceTimes
 from piper.workers.processes import ProcessStatus
 
 MOST = 4  # victims that are listed

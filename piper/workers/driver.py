@@ -14,7 +14,7 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.runtime.accelerator import is_accelerator
-from piper.runtime.debug.profiler import ClockOffset, compare
+from piper.runtime.recorders import ClockOffset, compare
 from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent import Agent, AgentCalls, not_started

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
 from piper.plan.plan import Plans
-from piper.runtime.debug.profiler import ClockOffset
+from piper.runtime.recorders import ClockOffset
 from piper.runtime.setup import ProgramLike, Setup
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import ShortMachine

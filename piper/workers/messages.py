@@ -13,8 +13,7 @@ from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
 from piper.runtime.compute import merged_spans, slices
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import Setup
 from piper.runtime.worker import Options, Sums
 from piper.workers.blame import Failure

@@ -17,8 +17,7 @@ from time import monotonic, sleep
 from typing import cast
 
 from piper.errors import LaunchError
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.workers.agent import MachineAgent
 from piper.workers.processes import ClosedError, ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.workers.rank_environment import RankEnvironment

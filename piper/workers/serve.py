@@ -28,8 +28,7 @@ from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms, GlooTransport
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import DeviceProfile
+from piper.runtime.recorders import DeviceProfile, OutputKey
 from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.worker import Sums, Worker
 from piper.workers.blame import Failure, ReportedError, Watcher, failure_of

@@ -12,9 +12,8 @@ from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.plan.ops import COMMUNICATION
-from piper.runtime.accelerator import is_accelerator, module, usual_cluster
-from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
-from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
+from piper.runtime.accelerator import KINDS, is_accelerator, module
+from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, arriving, occupied, totalled
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
@@ -41,7 +40,9 @@ class SingleRankGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         super().__init__(program, options)
         self.device, self.devices, self.setup = device, (device,), setup_of(program)
-        self.network = load_cluster(cluster or usual_cluster(program.device))
+        self.network = load_cluster(
+            cluster or (KINDS[program.device].cluster if program.device in KINDS else "cpu")
+        )
         self.engine = CopyEngine(self.setup.device) if is_accelerator(self.setup.device) else None
         self.seconds: list[float] = []  # of each step
         self.threads_before = torch.get_num_threads()
@@ -52,7 +53,7 @@ class SingleRankGroup(WorkerGroup):
         self.worker = Worker(
             self.setup,
             device,
-            AloneComms(program.plans, device),
+            AloneComms(program.plans.comms, device),
             synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
@@ -76,7 +77,7 @@ class SingleRankGroup(WorkerGroup):
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         if not trains:
             raise single_rank_error("there is nothing to evaluate")
-        comms = AloneComms(setup.plans, self.device)
+        comms = AloneComms(setup.plans.comms, self.device)
         self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.runtime.split_master import join, split
+from piper.runtime.bucket_state import join, split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 SIZES = {"aligned": 2**21, "odd": 2**21 + 3}  # elements

@@ -10,7 +10,7 @@ import torch
 
 from piper.compiler import compile
 from piper.run.launch import launch_single_rank
-from piper.runtime.debug.fake_network import CopyEngine
+from piper.runtime.comm.synthetic import CopyEngine
 from tests.runtime.grid import Cell, batches, job
 from tests.workers.test_alone import SLOW
 

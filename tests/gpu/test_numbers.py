@@ -12,8 +12,7 @@ from piper.directives import remat
 from piper.ir.select import at
 from piper.run.launch import launch_inline, launch_local
 from piper.run.run import Run
-from piper.runtime.initial_draws import seeded_draws
-from piper.runtime.setup import ProgramLike
+from piper.runtime.setup import ProgramLike, seeded_draws
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy
 

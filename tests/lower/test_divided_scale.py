@@ -11,7 +11,7 @@ from piper import losses, strategies
 from piper.capture.layers.annotate_layers import annotate_layers
 from piper.compiler import Program, compile
 from piper.job import Job
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.models import decoder, huggingface, moe
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 from piper.run.launch import launch_inline
 from piper.schedules import dualpipe_v, one_f_one_b, zbv, zero_bubble
 from tests.runtime.sharing import Shared, one_core

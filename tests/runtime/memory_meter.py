@@ -13,8 +13,7 @@ from piper.runtime.bucket_layout import Flat
 from piper.runtime.context import BatchField, Bound, Env
 from piper.runtime.cuda.graphs import GraphExecutor
 from piper.runtime.executor import Executor
-from piper.runtime.expert_blocks import Blocks
-from piper.runtime.expert_exchange import Splits
+from piper.runtime.expert_exchange import Blocks, Splits
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Sums, Worker
 from piper.workers import inline, single_rank
@@ -81,7 +80,7 @@ def tensors_in(value: object) -> list[Tensor]:
         case Flat():
             return [value.whole]
         case Splits():
-            return [value.given, value.taken]
+            return [value.counts]
         case Blocks():
             return [value.source, value.fills, value.target, value.order, value.home]
         case list() | tuple():

@@ -29,8 +29,7 @@ from piper.ir.chunk_options import CodeOptions
 from piper.plan.updates import BucketUpdate
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_inline
-from piper.runtime.standins import Sizes
-from piper.runtime.trainers import MakeOptimizer
+from piper.runtime.trainers import MakeOptimizer, Sizes
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, case_of, job
 

@@ -15,7 +15,7 @@ from piper.check.distance import differences, distance, relative
 from piper.check.localise import Checked, CheckedResult
 from piper.compiler import Program, compile
 from piper.run.launch import launch_inline
-from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.recorders import OutputKey
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled

@@ -22,7 +22,7 @@ from piper.plan.ops import Routing
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
 from piper.run.launch import launch, launch_inline
-from piper.runtime.expert_blocks import _sorted_places
+from piper.runtime.expert_exchange import _sorted_places
 from piper.runtime.worker import Options
 from tests import plain
 from tests.runtime import divided, moving

@@ -30,8 +30,7 @@ from piper.runtime.cuda.graph_checks import (
     settings,
     static_reasons,
 )
-from piper.runtime.cuda.graph_inputs import Intake, Rates
-from piper.runtime.cuda.graphs import WARM, GraphExecutor, put_back
+from piper.runtime.cuda.graphs import WARM, GraphExecutor, Intake, Rates, put_back
 from piper.runtime.device_state import fuse
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_tensors, setup_of

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.models.decoder import Config, Decoder
-from piper.runtime.initial_draws import DrawnOn, seeded_draws
-from piper.runtime.setup import ProgramLike, drawing_device
+from piper.runtime.setup import DrawnOn, ProgramLike, drawing_device, seeded_draws
 
 HOST = torch.device("cpu")
 NOWHERE = torch.device("meta")  # from where nothing can be copied

@@ -19,8 +19,8 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.run.launch import launch_inline
-from piper.runtime.host_copies import HostCopy
-from piper.runtime.host_state import HostMemory
+from piper.runtime.bucket_state import HostMemory
+from piper.runtime.host_copies import TensorCopy
 from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe, zbv
 from piper.workers.transport.versions import Versions
@@ -75,7 +75,10 @@ def test_live_bytes_are_as_planned_and_buffers_are_used_again() -> None:
             assert meter_of(worker).live == planned_bytes(worker)
             held = sum(size * len(idle) for size, idle in worker.env.host_memory.idle.items())
             assert held == host_peak(plan) > 0  # the second step took no more
-            assert not any(isinstance(value, HostCopy) for value in worker.env.slots)
+            values = [
+                item for slot in worker.env.slots for item in (slot if isinstance(slot, list) else [slot])
+            ]
+            assert not any(isinstance(value, TensorCopy) for value in values)
     assert timeline(away.plans.of(0)).peak < timeline(kept.plans.of(0)).peak
 
 

@@ -10,7 +10,7 @@ from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.context import Env
-from piper.runtime.debug.output_recorder import OutputRecorder
+from piper.runtime.recorders import OutputRecorder
 from tests.slots import slots as named
 
 

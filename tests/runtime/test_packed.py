@@ -19,7 +19,7 @@ from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
 from piper.losses import cross_entropy
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 from piper.run.launch import launch_inline
 from piper.schedules import one_f_one_b
 from piper.workers.results import StepResult

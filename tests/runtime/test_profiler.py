@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from piper.plan.instr import Instr
-from piper.runtime.debug.profiler import WARM, ClockOffset, Recorder, compare
+from piper.runtime.recorders import WARM, ClockOffset, Recorder, compare
 
 LOAD = Instr(op="load", node="load", stream="load")
 

@@ -15,7 +15,7 @@ from torch.profiler import profile, supported_activities
 
 from piper.compiler import Program, compile
 from piper.run.launch import launch_inline
-from piper.runtime.debug.profiler import labelled
+from piper.runtime.recorders import labelled
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled, job
 

@@ -22,8 +22,7 @@ from piper.ir.select import at
 from piper.plan.ops import Op
 from piper.run.launch import launch_inline
 from piper.runtime.comm.synthetic import AloneComms, arriving
-from piper.runtime.cuda.graph_inputs import Intake, Kernel
-from piper.runtime.cuda.graphs import WARM, GraphExecutor
+from piper.runtime.cuda.graphs import WARM, GraphExecutor, Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, setup_of
 from piper.runtime.stream_executor import StreamExecutor
@@ -66,7 +65,7 @@ KERNELS_ALONE: Mapping[Op, Kernel] = {**KERNELS, "recv": arriving}
 
 
 def plain(program: Program, device: int = 0, initial: Initial | None = None) -> Worker:
-    comms = AloneComms(program.plans, device)
+    comms = AloneComms(program.plans.comms, device)
     initial = initial or synthetic_weights(program.job, program.outline)
     return Worker(setup_of(program), device, comms, initial, Options(streams=False), kernels=KERNELS_ALONE)
 
@@ -83,6 +82,7 @@ def replaying(
         env.slots,
         env.index,
         device=device,
+        outro=worker._fetch,
         accelerator=worker.setup.device,
         home=torch.cuda.Stream(),
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import Group, joined
-from piper.runtime.expert_exchange import Splits, back, count, outward
+from piper.runtime.expert_exchange import Splits, count
 
 
 class Peer(Group):
@@ -32,9 +32,9 @@ def test_rows_arrive_by_expert_and_return_by_owner() -> None:
     splits, local = count(group, torch.tensor([2, 1, 1, 2]))
     assert isinstance(splits, Splits)
     assert local.tolist() == [3, 3]  # of expert 0: two of ours and one of theirs
-    arrived = outward(group, rows, splits)
+    arrived = splits.outward(group, rows)
     assert arrived.flatten().tolist() == [1.0, 2.0, 10.0, 3.0, 11.0, 12.0]
-    returned = back(group, arrived, splits)
+    returned = splits.back(group, arrived)
     assert returned.flatten().tolist() == [1.0, 2.0, 3.0, 40.0, 50.0, 60.0]
     assert group.took == [[1, 2], [4.0, 5.0, 6.0], [10.0, 11.0, 12.0]]
 

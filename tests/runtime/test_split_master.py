@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.runtime.split_master import AT_A_TIME, join, split
+from piper.runtime.bucket_state import AT_A_TIME, join, split
 
 BITS = {
     "zeros": [0x00000000, 0x80000000],
@@ -54,7 +54,7 @@ def test_long_tensors_are_split_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     exact = torch.randn(1000)
     wanted = split(exact)
     assert len(exact) < AT_A_TIME
-    monkeypatch.setattr("piper.runtime.split_master.AT_A_TIME", 64)
+    monkeypatch.setattr("piper.runtime.bucket_state.AT_A_TIME", 64)
     assert all(map(torch.equal, split(exact), wanted))
 
 

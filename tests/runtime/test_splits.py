@@ -6,7 +6,7 @@ import torch
 
 from piper.runtime.comm.base import joined
 from piper.runtime.comm.synthetic import AloneGroup
-from piper.runtime.expert_exchange import Lengths, Splits, back, count, outward
+from piper.runtime.expert_exchange import Splits, count
 
 COUNTS = torch.tensor([2, 0, 1, 3])  # two members with two experts each
 
@@ -23,11 +23,9 @@ class Clock:
 
 def test_the_host_waits_once_and_only_when_it_asks() -> None:
     clock, given, taken = Clock(), torch.tensor([[2, 0], [1, 3]]), torch.tensor([[5, 1], [0, 4]])
-    splits = Splits(
-        given=given, taken=taken, counts=torch.stack((given, taken)), arrival=cast(torch.Event, clock)
-    )
+    splits = Splits(counts=torch.stack((given, taken)), arrival=cast(torch.Event, clock))
     assert clock.waits == 0
-    assert splits.lengths() == Lengths(gives=[2, 4], gets=[6, 4], blocks=[[5, 1], [0, 4]])
+    assert splits.lengths() == ([[2, 0], [1, 3]], [[5, 1], [0, 4]])
     assert splits.lengths() is splits.lengths()
     assert clock.waits == 1
 
@@ -36,17 +34,17 @@ def test_counting_does_not_ask() -> None:
     splits, local = count(AloneGroup("experts", 0, 2), COUNTS)
     assert splits.known is None
     assert local.tolist() == [3, 3]
-    assert splits.lengths() == Lengths(gives=[2, 4], gets=[2, 4], blocks=[[2, 0], [1, 3]])
+    assert splits.lengths() == ([[2, 0], [1, 3]], [[2, 0], [1, 3]])
 
 
 def test_rows_come_back_as_they_left() -> None:
     group = AloneGroup("experts", 0, 2)
     splits, _ = count(group, COUNTS)
     rows = torch.arange(12.0).view(6, 2)
-    there = outward(group, rows, splits)
+    there = splits.outward(group, rows)
     assert there[:, 0].tolist() == [0, 2, 4, 6, 8, 10]  # by expert: two and one rows, none and three
     assert there.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()
-    returned = back(group, there, splits)
+    returned = splits.back(group, there)
     assert torch.equal(returned, rows)
     assert returned.untyped_storage().data_ptr() != there.untyped_storage().data_ptr()
 
@@ -80,5 +78,5 @@ def test_no_rows_at_all() -> None:
     group = AloneGroup("experts", 0, 2)
     splits, local = count(group, torch.zeros(4, dtype=torch.int64))
     rows = torch.empty(0, 3)
-    assert outward(group, rows, splits).shape == back(group, rows, splits).shape == (0, 3)
+    assert splits.outward(group, rows).shape == splits.back(group, rows).shape == (0, 3)
     assert local.tolist() == [0, 0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
+from piper.runtime.recorders import ClockOffset, DeviceProfile, compare
 from piper.train.measure import Measure, Outcome, ending, track_of
 
 
@@ -46,5 +46,5 @@ def test_a_clock_is_read_half_way_through_the_shortest_round_trip(monkeypatch: p
     """Round trips of 4 s and 2 s: in the shorter one the other clock said 51 at 11."""
     times = iter([0.0, 4.0, 10.0, 12.0])
     said = iter([44.0, 51.0])
-    monkeypatch.setattr("piper.runtime.debug.profiler.monotonic", lambda: next(times))
+    monkeypatch.setattr("piper.runtime.recorders.monotonic", lambda: next(times))
     assert compare(lambda: next(said), tries=2) == ClockOffset(offset=40.0, error=1.0)

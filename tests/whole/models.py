@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import piper
 from piper.models import causal, decoder, huggingface, moe
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 from tests.runtime import packed
 from tests.runtime import test_vocabulary_losses as vocabulary
 from tests.runtime.divided import GPT2, SIZES, VOCAB, staged

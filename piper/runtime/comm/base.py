@@ -6,14 +6,14 @@ and a pipe; the rest is built on these.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from piper.plan.plan import Plans
+from piper.ir.devices import Devices
+from piper.plan.plan import Comm, Plans
 
 SMALL = 4096  # elements: below it a sum in one round beats one in two
 
@@ -85,34 +85,31 @@ class Group(ABC):
 
     def shift_uneven(self, flat: Tensor, length: int, by: int = 1) -> Tensor:
         """Do the same where `length` elements arrive, which may be more or fewer than leave."""
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        parts = [flat if member == to else flat[:0] for member in range(self.size)]
-        return self.swap(parts, [length if member == source else 0 for member in range(self.size)])[source]
+        gives, gets = [0] * self.size, [0] * self.size
+        source = (self.rank - by) % self.size
+        gives[(self.rank + by) % self.size], gets[source] = len(flat), length
+        return self.all_to_all(flat, gives, gets)[source]
 
     def broadcast(self, value: Tensor) -> Tensor:
         """Return the first member's value."""
-        flat = value.reshape(-1)
-        empty = flat[:0]
-        first = self.rank == 0
-        got = self.swap(
-            [flat if first and i else empty for i in range(self.size)],
-            [0 if first or i else len(flat) for i in range(self.size)],
-        )
-        return value if first else got[0].view(value.shape)
+        flat, others = value.reshape(-1), self.size - 1
+        if self.rank == 0:
+            self.swap([flat[:0]] + [flat] * others, [0] * self.size)
+            return value
+        return self.swap([flat[:0]] * self.size, [len(flat)] + [0] * others)[0].view(value.shape)
 
 
-@dataclass(slots=True)
-class Form:
-    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
+class Form(NamedTuple):
+    """The shape and type of what one transfer moves."""
 
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # None: not learnt yet
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Pipe(Protocol):
     """One end of a first-in first-out connection between two devices."""
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
@@ -124,17 +121,28 @@ class Comms(ABC):
 
     on_streams: ClassVar[bool] = False  # work is queued on CUDA streams, and the host does not wait for it
 
-    @abstractmethod
+    def __init__(self, comms: Mapping[str, Comm], device: int) -> None:
+        self.comms, self.device = comms, device
+
     def group(self, name: str) -> Group:
         """Return the group of this communicator that the device is in."""
+        return self.group_of(name, self.comms[name].group_of(self.device))
 
-    @abstractmethod
     def outgoing(self, name: str) -> Pipe:
         """Return the pipe that this device sends into."""
+        return self.pipe(name, self.comms[name].pair_from(self.device))
 
-    @abstractmethod
     def incoming(self, name: str) -> Pipe:
         """Return the pipe that this device receives from."""
+        return self.pipe(name, self.comms[name].pair_to(self.device))
+
+    @abstractmethod
+    def group_of(self, name: str, members: Devices) -> Group:
+        """Return the group of these members, of which this device is one."""
+
+    @abstractmethod
+    def pipe(self, name: str, ends: Devices) -> Pipe:
+        """Return this device's end of the pipe from one device to another."""
 
     def abort(self) -> None:  # noqa: B027  most have nothing to end
         """End all communication that is under way on this device, where its own timeout does not."""

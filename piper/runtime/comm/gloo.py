@@ -4,42 +4,18 @@ Gloo's own reductions add in an order that depends on the number of members; her
 sum is taken by `Group`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, joined
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-HEADER = 16  # numbers that describe a tensor: its type, how many axes, and their lengths
-
-
-class GlooMethods(Protocol):
-    """The methods of a process group that are used; torch does not annotate them."""
-
-    def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
-    def _allgather_base(self, out: Tensor, shard: Tensor) -> Work: ...
-    def broadcast(self, value: Tensor, root: int) -> Work: ...
-    def send(self, values: list[Tensor], to: int, tag: int) -> Work: ...
-    def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
 
 
 class GlooTransport:
@@ -62,29 +38,24 @@ class GlooComms(Comms):
         plans: Plans,
         device: int,
         store: Store,
-        host: "str | GlooTransport",
+        host: "str | GlooTransport",  # the address to listen on, or what other programs listen with already
         timeout: float,
         *,
-        patience: timedelta | None = None,
+        patience: timedelta | None = None,  # how long to wait for the others here: some may start late
     ) -> None:
-        """Meet the others.
-
-        host: the address to listen on, or what the communicators of another program listen with already.
-        patience: how long to wait for the others here, where some may start late.
-        """
-        self.device, self.timeout = device, timedelta(seconds=timeout)
+        super().__init__(plans.comms, device)
+        self.timeout = timedelta(seconds=timeout)
         self.patience = patience or self.timeout
         self.transport = host if isinstance(host, GlooTransport) else GlooTransport(host)
-        self.comms = plans.comms
         self.tags = {name: number for number, name in enumerate(plans.comms)}
-        self.groups: dict[tuple[str, tuple[int, ...]], GlooMethods] = {}
-        self.links: dict[tuple[int, ...], GlooMethods] = {}  # of pipes, by the two devices
+        self.groups: dict[tuple[str, Devices], ProcessGroup] = {}
+        self.links: dict[Devices, ProcessGroup] = {}  # of pipes, by the two devices
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
                     self._connect(comm, members, PrefixStore(f"{comm.name}/{number}", store))
 
-    def _connect(self, comm: Comm, members: tuple[int, ...], store: Store) -> None:
+    def _connect(self, comm: Comm, members: Devices, store: Store) -> None:
         """Meet the members of a group, unless it is a pair that has met for another pipe."""
         if comm.kind == "pairs":
             ends = tuple(sorted(members))
@@ -93,28 +64,23 @@ class GlooComms(Comms):
         else:  # a stream waits for each collective before it begins the next
             self.groups[comm.name, members] = self._process_group(store, members, 1)
 
-    def _process_group(self, store: Store, members: tuple[int, ...], threads: int) -> GlooMethods:
+    def _process_group(self, store: Store, members: Devices, threads: int) -> ProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self.transport.device]
         options._threads = threads
         options._timeout = self.patience
-        return cast(GlooMethods, ProcessGroupGloo(store, members.index(self.device), len(members), options))
+        # It has the methods of `ProcessGroup`, which torch annotates.
+        return cast(ProcessGroup, ProcessGroupGloo(store, members.index(self.device), len(members), options))
 
-    def group(self, name: str) -> "GlooGroup":
-        members = self.comms[name].group_of(self.device)
+    def group_of(self, name: str, members: Devices) -> "GlooGroup":
         return GlooGroup(
             self.groups[name, members], name, members.index(self.device), len(members), self.timeout
         )
 
-    def outgoing(self, name: str) -> "GlooPipe":
-        return self._pipe(name, self.comms[name].pair_from(self.device)[1])
-
-    def incoming(self, name: str) -> "GlooPipe":
-        return self._pipe(name, self.comms[name].pair_to(self.device)[0])
-
-    def _pipe(self, name: str, peer: int) -> "GlooPipe":
-        ends = (min(self.device, peer), max(self.device, peer))
-        return GlooPipe(self.links[ends], name, ends.index(peer), self.tags[name], self.timeout)
+    def pipe(self, name: str, ends: Devices) -> "GlooPipe":
+        pair = tuple(sorted(ends))
+        peer = 1 - pair.index(self.device)
+        return GlooPipe(self.links[pair], name, peer, self.tags[name], self.timeout)
 
 
 def finish(work: Work, name: str, timeout: timedelta) -> None:
@@ -128,7 +94,7 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
 class GlooGroup(Group):
     """A group of processes."""
 
-    def __init__(self, methods: GlooMethods, name: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, methods: ProcessGroup, name: str, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(name, rank, size)
         self.methods, self.timeout = methods, timeout
 
@@ -150,46 +116,16 @@ class GlooGroup(Group):
         return mine
 
 
-class ProcessPipe(ABC):
-    """A connection from one process to another. The first step also sends each value's shape and type."""
+class GlooPipe:
+    """A connection from one process to another."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+    def __init__(self, methods: ProcessGroup, name: str, peer: int, tag: int, timeout: timedelta) -> None:
+        self.methods, self.name, self.peer, self.tag, self.timeout = methods, name, peer, tag, timeout
 
-    def send(self, value: Tensor, form: Form) -> None:
-        if form.dtype is None:
-            form.shape, form.dtype = tuple(value.shape), value.dtype
-            header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
-            self.give(torch.tensor(header + [0] * (HEADER - len(header))).to(self.device))
-        assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        self.give(value.contiguous())
+    def send(self, value: Tensor) -> None:
+        finish(self.methods.send([value.contiguous()], self.peer, self.tag), self.name, self.timeout)
 
     def recv(self, form: Form) -> Tensor:
-        if form.dtype is None:
-            numbers = self.take(torch.zeros(HEADER, dtype=torch.int64, device=self.device))
-            code, axes, *lengths = numbers.tolist()
-            form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
-        return self.take(torch.empty(form.shape, dtype=form.dtype, device=self.device))
-
-    @abstractmethod
-    def give(self, value: Tensor) -> None:
-        """Send a contiguous value."""
-
-    @abstractmethod
-    def take(self, value: Tensor) -> Tensor:
-        """Receive into a value, and return it."""
-
-
-class GlooPipe(ProcessPipe):
-    """A connection over gloo."""
-
-    def __init__(self, methods: GlooMethods, name: str, peer: int, tag: int, timeout: timedelta) -> None:
-        super().__init__(name, torch.device("cpu"))
-        self.methods, self.peer, self.tag, self.timeout = methods, peer, tag, timeout
-
-    def give(self, value: Tensor) -> None:
-        finish(self.methods.send([value], self.peer, self.tag), self.name, self.timeout)
-
-    def take(self, value: Tensor) -> Tensor:
+        value = torch.empty(form.shape, dtype=form.dtype)
         finish(self.methods.recv([value], self.peer, self.tag), self.name, self.timeout)
         return value

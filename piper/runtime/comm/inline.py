@@ -7,6 +7,7 @@ from itertools import permutations
 
 from torch import Tensor
 
+from piper.ir.devices import Devices
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, StoppedError
 
@@ -56,22 +57,20 @@ class InlineComms(Comms):
     """The communicators of one device among threads."""
 
     def __init__(self, world: World, device: int) -> None:
-        self.world, self.device = world, device
+        super().__init__(world.comms, device)
+        self.world = world
 
-    def group(self, name: str) -> "InlineGroup":
-        return InlineGroup(self.world, name, self.world.comms[name].group_of(self.device), self.device)
+    def group_of(self, name: str, members: Devices) -> "InlineGroup":
+        return InlineGroup(self.world, name, members, self.device)
 
-    def outgoing(self, name: str) -> "InlinePipe":
-        return InlinePipe(self.world, name, *self.world.comms[name].pair_from(self.device))
-
-    def incoming(self, name: str) -> "InlinePipe":
-        return InlinePipe(self.world, name, *self.world.comms[name].pair_to(self.device))
+    def pipe(self, name: str, ends: Devices) -> "InlinePipe":
+        return InlinePipe(self.world, name, *ends)
 
 
 class InlineGroup(Group):
     """A group among threads: values are handed over, not copied."""
 
-    def __init__(self, world: World, name: str, members: Sequence[int], device: int) -> None:
+    def __init__(self, world: World, name: str, members: Devices, device: int) -> None:
         super().__init__(name, members.index(device), len(members))
         self.world, self.members, self.device = world, members, device
         self.out = [world.boxes[name, device, other].put if other != device else None for other in members]
@@ -98,7 +97,7 @@ class InlinePipe:
         self.world, self.key = world, (name, sender, receiver)
         self.put = world.boxes[self.key].put
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         self.put(value)
 
     def recv(self, form: Form) -> Tensor:

@@ -4,13 +4,13 @@ Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it
 from what the other groups give, and from one number of members to another, though not from run to run.
 Values that only move (exchanges, gathers, broadcasts, transfers) have the same bits.
 
-Only the first step, which sends shapes and types, makes the host wait. The caller that waits for the stream
-calls `abort` after its timeout: NCCL's kernels then end.
+The host never waits. The caller that waits for the stream calls `abort` after its timeout: NCCL's kernels
+then end.
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,28 +21,17 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from piper.ir.devices import Devices
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import CommError, Comms, Group
-from piper.runtime.comm.gloo import ProcessPipe
+from piper.runtime.comm.base import CommError, Comms, Form, Group
 
+OptionsT = TypeVar(
+    "OptionsT", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+)
 GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
-
-
-class NcclMethods(Protocol):
-    """The methods of a process group that are used; torch does not annotate them."""
-
-    def allreduce(self, values: list[Tensor], options: AllreduceOptions) -> Work: ...
-    def _reduce_scatter_base(self, out: Tensor, whole: Tensor, options: ReduceScatterOptions) -> Work: ...
-    def _allgather_base(self, out: Tensor, shard: Tensor, options: AllgatherOptions) -> Work: ...
-    def alltoall_base(
-        self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int], options: AllToAllOptions
-    ) -> Work: ...
-    def broadcast(self, values: list[Tensor], options: BroadcastOptions) -> Work: ...
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
-    def abort(self) -> None: ...
 
 
 class NcclComms(Comms):
@@ -58,35 +47,29 @@ class NcclComms(Comms):
     def __init__(
         self, plans: Plans, device: int, store: Store, accelerator: torch.device, timeout: float
     ) -> None:
-        self.device, self.accelerator, self.comms = device, accelerator, plans.comms
-        self.timeout = timedelta(seconds=timeout)
-        self.made: dict[tuple[str, tuple[int, ...]], NcclMethods] = {}
+        super().__init__(plans.comms, device)
+        self.accelerator, self.timeout = accelerator, timedelta(seconds=timeout)
+        self.made: dict[tuple[str, Devices], ProcessGroup] = {}
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
                     prefix = PrefixStore(f"nccl/{comm.name}/{number}", store)
                     self.made[comm.name, members] = self._make(prefix, members)
 
-    def _make(self, store: Store, members: tuple[int, ...]) -> NcclMethods:
+    def _make(self, store: Store, members: Devices) -> ProcessGroup:
         from torch.distributed import ProcessGroupNCCL  # only where torch is built with it
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout + GRACE
-        made = cast(NcclMethods, ProcessGroupNCCL(store, members.index(self.device), len(members), options))
+        made = ProcessGroupNCCL(store, members.index(self.device), len(members), options)
         made.eager_connect_single_device(self.accelerator)
-        return made
+        return cast(ProcessGroup, made)  # which torch annotates, and has the same methods
 
-    def group(self, name: str) -> "NcclGroup":
-        members = self.comms[name].group_of(self.device)
+    def group_of(self, name: str, members: Devices) -> "NcclGroup":
         return NcclGroup(self.made[name, members], name, members.index(self.device), len(members))
 
-    def outgoing(self, name: str) -> "NcclPipe":
-        pair = self.comms[name].pair_from(self.device)
-        return NcclPipe(self.made[name, pair], name, self.accelerator)
-
-    def incoming(self, name: str) -> "NcclPipe":
-        pair = self.comms[name].pair_to(self.device)
-        return NcclPipe(self.made[name, pair], name, self.accelerator)
+    def pipe(self, name: str, ends: Devices) -> "NcclPipe":
+        return NcclPipe(self.made[name, ends], name, self.accelerator)
 
     def abort(self) -> None:
         """End all that is under way on every communicator, here."""
@@ -103,10 +86,16 @@ def issue(work: Work | None, name: str) -> None:
         raise CommError(f"on {name}: {error}") from error
 
 
+def now(options: OptionsT) -> OptionsT:
+    """Let an operation run on the current stream: no other one, and no memory shared with it."""
+    options.asyncOp = False
+    return options
+
+
 class NcclGroup(Group):
     """A group of processes with an accelerator each."""
 
-    def __init__(self, made: NcclMethods, name: str, rank: int, size: int) -> None:
+    def __init__(self, made: ProcessGroup, name: str, rank: int, size: int) -> None:
         super().__init__(name, rank, size)
         self.made = made
 
@@ -115,24 +104,13 @@ class NcclGroup(Group):
 
     def all_to_all(self, rows: Tensor, gives: Sequence[int], gets: Sequence[int]) -> list[Tensor]:
         out = rows.new_empty((sum(gets), *rows.shape[1:]))
-        options = AllToAllOptions()
-        options.asyncOp = False  # on the current stream: no other one, and no memory shared with it
-        given = self.made.alltoall_base(out, rows.contiguous(), list(gets), list(gives), options)
-        issue(given, self.name)
+        options = now(AllToAllOptions())
+        issue(self.made.alltoall_base(out, rows.contiguous(), list(gets), list(gives), options), self.name)
         return list(out.split(list(gets)))
-
-    def shift(self, flat: Tensor, by: int) -> Tensor:
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        gives = [len(flat) if member == to else 0 for member in range(self.size)]
-        gets = [len(flat) if member == source else 0 for member in range(self.size)]
-        # One group of a send and a receive: members to which nothing goes are left out.
-        return self.all_to_all(flat, gives, gets)[source]
 
     def all_reduce(self, flat: Tensor) -> Tensor:
         """Return the sum of every member's tensor, in the memory of this member's."""
-        options = AllreduceOptions()
-        options.asyncOp = False
-        issue(self.made.allreduce([flat], options), self.name)
+        issue(self.made.allreduce([flat], now(AllreduceOptions())), self.name)
         return flat
 
     def reduce_scatter(self, flat: Tensor, length: int) -> Tensor:
@@ -141,45 +119,40 @@ class NcclGroup(Group):
             whole[: len(flat)] = flat
             flat = whole
         shard = flat.new_empty(length)
-        options = ReduceScatterOptions()
-        options.asyncOp = False
-        issue(self.made._reduce_scatter_base(shard, flat, options), self.name)
+        issue(self.made._reduce_scatter_base(shard, flat, now(ReduceScatterOptions())), self.name)
         return shard
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
-        options = AllgatherOptions()
-        options.asyncOp = False
+        options = now(AllgatherOptions())
         issue(self.made._allgather_base(out, shard, options), self.name)  # NCCL allows it to lie inside `out`
 
     def broadcast(self, value: Tensor) -> Tensor:
         mine = value if self.rank == 0 else torch.empty_like(value)
-        options = BroadcastOptions()
-        options.rootRank, options.asyncOp = 0, False
+        options = now(BroadcastOptions())
+        options.rootRank = 0
         issue(self.made.broadcast([mine], options), self.name)
         return mine
 
 
-class NcclPipe(ProcessPipe):
+class NcclPipe:
     """A connection over NCCL.
 
     A transfer is an exchange in which one of the two gives nothing: like every collective it runs on the
     current stream, while torch issues NCCL's sends and receives on a stream of their own.
     """
 
-    def __init__(self, made: NcclMethods, name: str, accelerator: torch.device) -> None:
-        super().__init__(name, accelerator)
-        self.made = made
+    def __init__(self, made: ProcessGroup, name: str, accelerator: torch.device) -> None:
+        self.made, self.name, self.accelerator = made, name, accelerator
 
-    def give(self, value: Tensor) -> None:
-        flat = value.view(-1)
+    def send(self, value: Tensor) -> None:
+        flat = value.contiguous().view(-1)
         self._exchange(flat.new_empty(0), flat, [0, 0], [0, len(flat)])
 
-    def take(self, value: Tensor) -> Tensor:
+    def recv(self, form: Form) -> Tensor:
+        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
         flat = value.view(-1)
         self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
         return value
 
     def _exchange(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> None:
-        options = AllToAllOptions()
-        options.asyncOp = False
-        issue(self.made.alltoall_base(out, rows, gets, gives, options), self.name)
+        issue(self.made.alltoall_base(out, rows, gets, gives, now(AllToAllOptions())), self.name)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from piper.ir.devices import Devices
 from piper.runtime.accelerator import wait_for_stream
 from piper.runtime.comm.base import Comms, Form, Group, Pipe
 
@@ -18,16 +19,14 @@ class StagedComms(Comms):
     """The communicators of one device, for tensors on its accelerator."""
 
     def __init__(self, inner: Comms, accelerator: torch.device) -> None:
+        super().__init__(inner.comms, inner.device)
         self.inner, self.accelerator = inner, accelerator
 
-    def group(self, name: str) -> "StagedGroup":
-        return StagedGroup(self.inner.group(name))
+    def group_of(self, name: str, members: Devices) -> "StagedGroup":
+        return StagedGroup(self.inner.group_of(name, members))
 
-    def outgoing(self, name: str) -> "StagedPipe":
-        return StagedPipe(self.inner.outgoing(name), self.accelerator)
-
-    def incoming(self, name: str) -> "StagedPipe":
-        return StagedPipe(self.inner.incoming(name), self.accelerator)
+    def pipe(self, name: str, ends: Devices) -> "StagedPipe":
+        return StagedPipe(self.inner.pipe(name, ends), self.accelerator)
 
 
 class StagedGroup(Group):
@@ -61,8 +60,8 @@ class StagedPipe:
     def __init__(self, inner: Pipe, accelerator: torch.device) -> None:
         self.inner, self.accelerator = inner, accelerator
 
-    def send(self, value: Tensor, form: Form) -> None:
-        self.inner.send(to_host(value), form)
+    def send(self, value: Tensor) -> None:
+        self.inner.send(to_host(value))
 
     def recv(self, form: Form) -> Tensor:
         return to_accelerator(self.inner.recv(form), self.accelerator)

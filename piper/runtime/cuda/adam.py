@@ -1,4 +1,4 @@
-"""Adam and AdamW in one kernel for each parameter that is split in halves: see `piper.runtime.split_master`.
+"""Adam and AdamW in one kernel for each parameter that is split in halves: see `piper.runtime.bucket_state`.
 
 Chunks compute in bf16, and the optimizer works in float32. torch's fused kernels need memory for all bits of
 a parameter, and write the divided gradients back. With gradients that were summed in float32 that moves 50
@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+
+from piper.runtime.device_state import hooked
 
 BLOCK = 2048  # elements
 ALIGNED = 16  # bytes, and elements a multiple of it, so that one form of the kernel does for most parameters
@@ -192,8 +194,7 @@ def suits(optimizer: Optimizer) -> bool:
     """Return whether an optimizer does what the kernel does, and nothing else at its steps."""
     return (
         type(optimizer) in (Adam, AdamW)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
+        and not hooked(optimizer)
         and all(
             group["fused"]
             and not group["amsgrad"]

@@ -108,10 +108,8 @@ def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
 
 
 def optimizer_reasons(optimizer: Optimizer) -> list[str]:
-    """Return why an optimizer's step cannot be captured.
-
-    SGD has to be fused; any other optimizer has to have the setting `capturable`.
-    """
+    """Return why an optimizer's step cannot be captured."""
+    # SGD has to be fused; any other optimizer has to have the setting `capturable`.
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         if isinstance(optimizer, SGD) and not group["fused"]:

@@ -1,19 +1,153 @@
 """Issues a device's step as one CUDA graph: captured once, replayed from then on."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from piper.plan.instr import Instr
+from piper.plan.ops import Op
 from piper.runtime.comm.base import CommError
-from piper.runtime.cuda.graph_inputs import Intake
+from piper.runtime.compute import rows
+from piper.runtime.context import Bound, Env
+from piper.runtime.cuda.graph_checks import not_static, settings
 from piper.runtime.stream_executor import StreamExecutor, pause
 
+Kernel = Callable[[Env, Instr], Bound]
 Undone = tuple[int, int]  # a slot, and the number of its tensor by which the other slots stay as they were
 WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are chosen, peers meet
+
+
+class Intake:
+    """The static inputs of one device's instructions, and the kernels that read them.
+
+    A graph reads the same memory in every step. So what the host says before each, the rows of the batch and
+    the learning rates, lies in static memory, pinned on the host, which is filled before the launch.
+    """
+
+    def __init__(self) -> None:
+        self.fills: list[Bound] = []
+        self.rates: list[Rates] = []
+        self.capturing = False  # what fails meanwhile fails because it needs the host
+
+    def kernels(self, kernels: Mapping[Op, Kernel]) -> dict[Op, Kernel]:
+        """Return the kernels, of which those that take something from the host take it from static memory."""
+        return {**kernels, "load": self.load, "update": self.update(kernels["update"])}
+
+    def load(self, env: Env, ins: Instr) -> Bound:
+        """Bring this device's rows of a batch field, for one microbatch, to the device."""
+        slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
+        dtype, device = env.setup.dtype, env.setup.device
+        room: Tensor | None = None
+        spans: list[tuple[int, int]] = []
+
+        def fill() -> None:
+            nonlocal room, spans
+            value = env.batch[field]
+            spans = spans or rows(env, ins, len(value))  # every batch is like the first one
+            parts = [value[low:high] for low, high in spans]
+            if room is None:
+                pinned = parts[0].device.type == "cpu" and device.type == "cuda"
+                shape = (sum(map(len, parts)), *parts[0].shape[1:])
+                room = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device, pin_memory=pinned)
+            torch.cat(parts, out=room)
+
+        def run() -> None:
+            assert room is not None, "it is filled before the step"
+            wanted = dtype if room.dtype.is_floating_point else room.dtype
+            slots[target] = room.to(device, non_blocking=True, copy=True).to(wanted)
+
+        self.fills.append(fill)
+        return run
+
+    def update(self, kernel: Kernel) -> Kernel:
+        """Return an update whose learning rates are read from the device."""
+
+        def bind(env: Env, ins: Instr) -> Bound:
+            run = kernel(env, ins)
+            assert env.state.optimizer is not None
+            rates = Rates(env.state.optimizer, env.setup.device)
+            self.rates.append(rates)
+
+            def rated() -> None:
+                env.state.captured = self.capturing
+                try:
+                    with rates.lent():
+                        run()
+                finally:
+                    env.state.captured = False  # other programs use the same state
+
+            return rated
+
+        return bind
+
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """Wrap an instruction so that it raises the reason if it cannot be captured."""
+
+        def tried() -> None:
+            try:
+                run()
+            except RuntimeError as error:
+                if not self.capturing or isinstance(error, CommError | torch.OutOfMemoryError):
+                    raise
+                why = str(error).partition("\n")[0]
+                raise not_static([f"{ins.node} needs the host: {why}"]) from error
+
+        return tried
+
+    def fill(self) -> None:
+        """Put everything in place for the next step. The last one must be over."""
+        for fill in self.fills:
+            fill()
+        for rates in self.rates:
+            rates.fill()
+
+    def settings(self) -> list[object]:
+        """Return the settings that a captured graph keeps, though the host may change them."""
+        return [settings(rates.optimizer) for rates in self.rates]
+
+
+class Rates:
+    """An optimizer's learning rates where a graph can read them, one for each group of parameters.
+
+    Outside of a step the optimizer has them as numbers, as schedulers and checkpoints expect. They are single
+    precision on the device: torch's fused kernels read no other.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        count, on_device = len(optimizer.param_groups), device.type == "cuda"
+        self.host = torch.zeros(count, pin_memory=on_device)
+        self.here = torch.zeros(count, device=device)
+        if on_device:  # it keeps its step counts there, before it has counted anything
+            for group in optimizer.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = True
+            # torch warns of a step that is not captured; the first ones are not.
+            optimizer._warned_capturable_if_run_uncaptured = True
+
+    def fill(self) -> None:
+        """Take the rates that the optimizer has now."""
+        self.host.copy_(torch.tensor([float(group["lr"]) for group in self.optimizer.param_groups]))
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the optimizer read its rates from the device."""
+        self.here.copy_(self.host, non_blocking=True)
+        groups = self.optimizer.param_groups
+        own = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, self.here.unbind(), strict=True):
+                group["lr"] = rate
+            yield
+        finally:
+            for group, rate in zip(groups, own, strict=True):
+                group["lr"] = rate
 
 
 class GraphExecutor:
@@ -31,13 +165,9 @@ class GraphExecutor:
         self,
         inner: StreamExecutor,
         intake: Intake,
-        residents: Sequence[int],
-        undone: Undone | None = None,
+        residents: Sequence[int],  # the slots that outlive a step
+        undone: Undone | None = None,  # says in a replay whether the others of these stay as they were
     ) -> None:
-        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step.
-
-        undone: says in a replay whether the others of these stay as they were. None: they never do.
-        """
         self.inner, self.intake, self.residents, self.undone = inner, intake, residents, undone
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
@@ -79,11 +209,9 @@ class GraphExecutor:
         return self.taken > WARM
 
     def reset(self) -> None:
-        """Discard the graph, because the state lies elsewhere now or changes in another way.
-
-        The next steps are issued one by one again: an optimizer that makes its state while it is captured
-        would make it again in every replay.
-        """
+        """Discard the graph, because the state lies elsewhere now or changes in another way."""
+        # The next steps are issued one by one again: an optimizer that makes its state while it is captured
+        # would make it again in every replay.
         self.graph, self.taken = None, 0
 
     def replay(self) -> None:

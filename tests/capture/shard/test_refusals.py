@@ -20,7 +20,7 @@ from piper.errors import ConfigError, PiperError
 from piper.ir.select import at
 from piper.job import Job
 from piper.losses import huggingface
-from piper.models.tensor_plan import tensor_plan
+from piper.models.huggingface import tensor_plan
 from piper.run.launch import launch_inline
 
 

@@ -1,4 +1,4 @@
-"""Records when each instruction of a device ran, for as many steps as asked.
+"""Records what instructions do, next to the executor: when each ran, what chunks returned, and predictions.
 
 On the host an instruction's span is that of its call, and the time its thread computed is recorded apart
 from the time it waited. On an accelerator a span lies between two events on the instruction's stream, read
@@ -6,19 +6,26 @@ after the steps are done.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, thread_time
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.autograd import profiler
 
+from piper.ir.chunk import CapturedModel, Chunk, Tags
+from piper.ir.ids import LOSS, Pass, SlotId
 from piper.plan.instr import Instr
 from piper.runtime.accelerator import is_accelerator, module
-from piper.runtime.context import Bound
+from piper.runtime.compute import slices
+from piper.runtime.context import Bound, Env
+from piper.runtime.setup import ProgramLike
 
 WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
+OutputKey = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,3 +180,88 @@ def compare(ask: Callable[[], float], tries: int = 8) -> ClockOffset:
         if error < best.error:
             best = ClockOffset(offset=there - (begin + end) / 2, error=error)
     return best
+
+
+class OutputRecorder:
+    """The outputs and input gradients of a device's chunks, in the order they were made."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self.kept: dict[OutputKey, Tensor] = {}
+
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """Return an instruction that records its results, if it is a chunk's or a collective."""
+        collects = ins.op in ("collect", "slice")
+        if not collects and (ins.op != "compute" or ins.again):
+            return run
+        by = ins.collects.run if collects else ins.computes
+        written = [slot for slot in ins.writes if collects or slot.kind in ("output", "input_gradient")]
+        marks = [((by, slot.base), self.env.at(slot)) for slot in written]
+
+        def watched() -> None:
+            run()
+            for mark, slot in marks:
+                value = self.env.slots[slot]
+                if isinstance(value, Tensor):
+                    self.kept[mark] = value.clone()
+
+        return watched
+
+
+def predicts(outline: CapturedModel) -> bool:
+    """Return whether a program predicts: what it has in place of a loss is more than one number."""
+    return bool(loss_chunk(outline).outputs[outline.loss.index].shape)
+
+
+def loss_chunk(outline: CapturedModel) -> Chunk:
+    """Return the chunk that computes the loss."""
+    return next(chunk for chunk in outline.chunks if chunk.name == outline.loss.chunk)
+
+
+class PredictionRecorder:
+    """The predictions of a device, by microbatch: results of a forward, kept where losses would be added up.
+
+    The program that predicts has the forward's result in the place of the loss of each microbatch. So its
+    proof, that every loss is counted exactly once, says of the predictions that none is missing.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self.kept: dict[Tags, Tensor] = {}
+
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+        """Return an instruction that keeps a prediction, in place of one that adds up losses."""
+        if ins.op != "accumulate" or ins.writes[0] != LOSS:
+            return run
+        slots, source, total = self.env.slots, self.env.at(ins.reads[0]), self.env.at(LOSS)
+        part, device = ins.reads[0].part, self.env.setup.device
+
+        def keep() -> None:
+            self.kept[part] = cast(Tensor, slots[source]).clone()
+            slots[total] = torch.zeros(1, dtype=torch.float64, device=device)
+
+        return keep
+
+    def take(self) -> dict[Tags, Tensor]:
+        """Return the predictions on the host, and keep them no longer."""
+        kept, self.kept = self.kept, {}
+        return {part: value.cpu() for part, value in kept.items()}
+
+
+def predicted_rows(program: ProgramLike, answers: Mapping[int, Mapping[Tags, Tensor]]) -> Tensor:
+    """Return the rows that devices predicted, in the order of the batch. Devices that share samples agree."""
+    plans, chunk = program.plans, loss_chunk(program.outline)
+    degree, placed = program.outline.degree(chunk), plans.chunks[chunk.name]
+    values: list[tuple[int, int, Tags, Tensor]] = []  # a slice of the samples, of how many, and its rows
+    for device, kept in answers.items():
+        for part, value in kept.items():
+            devices = placed.devices_for(part)
+            position, member = divmod(devices.index(device), degree)
+            if not member:
+                values.append((position, len(devices) // degree, part, value))
+    samples = sum(len(value) for *_, value in values)
+    rows = values[0][-1].new_empty((samples, *values[0][-1].shape[1:]))
+    for position, count, part, value in values:
+        spans = slices(plans, samples, position, count, part)
+        rows[torch.cat([torch.arange(low, high) for low, high in spans])] = value
+    return rows
