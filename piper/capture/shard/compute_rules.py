@@ -135,10 +135,12 @@ def _product(
         out, wants = have.at(last), (REPLICATE, have, have.at(0))
     else:
         wants = (have.at(last), have, REPLICATE)
-    pairs = zip((x, weight, bias), wants, strict=True)
-    args = [d.to(each, want, varies=varies) for each, want in pairs if each is not None]
+    args = [d.to(each, want, varies=varies) for each, want in zip((x, weight), wants, strict=False)]
     if bias is not None and out == Partial():  # one device of the group adds it, so that the sum has it once
-        args[2] = d.emit(aten.mul.Tensor, (args[2], d.emit(aten.eq.Scalar, (d.place(), 0))))
+        first = d.emit(aten.eq.Scalar, (d.place(), 0))
+        args.append(d.emit(aten.mul.Tensor, (d.to(bias, wants[2], varies=varies), first)))
+    elif bias is not None:
+        args.append(d.to(bias, wants[2], varies=varies))
     d.done(node, d.emit(node.target, tuple(args if out_dim == 0 else (args[2], *args[:2]))), out)
 
 
