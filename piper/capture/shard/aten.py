@@ -225,7 +225,8 @@ def _traced_alone(
 def _mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode:
     """Return the mode of the fakes that nodes have."""
     examples = (node.meta["example_value"] for node in nodes)
-    return next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    mode: FakeTensorMode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    return mode
 
 
 def _fakes_like(nodes: Iterable[fx.Node]) -> list[Tensor]:
