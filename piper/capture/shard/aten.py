@@ -1,39 +1,55 @@
-"""Writes a recorded forward in ATen operations: few enough that each can have a rule of its own."""
+"""Writes a recorded forward in ATen operations: few enough that each can have a rule of its own.
 
-from collections.abc import Callable, Mapping
+What runs under vmap, as functions of single indices do in `create_block_mask` and in the masks of
+`transformers`, becomes operations on whole tensors. Assignments to a part of a value, by which latent
+attention fills queries and keys, and routers their scores, become operations that make a new value:
+
+q = empty(4, 8); q[:, :2] = x; q[:, 2:] = y; scores.scatter_(1, index, z)
+-->
+q = cat([x, y], 1); scores = scatter(scores, 1, index, z)
+
+Every attention gets operands of [batch, heads, sequence, head size]. PyTorch takes operands of any rank from
+two up, broadcasts them, and takes masks of fewer dimensions. As there, the third dimension from the end is
+that of heads, also in [batch * heads, sequence, head size].
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import Argument, map_aggregate
+from torch.fx.node import Argument, map_aggregate, map_arg
 
-from piper.capture.shard.compute_rules import POINTWISE
-from piper.capture.shard.rewrites import in_four_dimensions, without_vmap, without_writes
+from piper.capture.shard.attention_rules import MASK, WEIGHTS
+from piper.capture.shard.compute_rules import POINTWISE, by_family
+from piper.capture.shard.layout import read_later, tensor_of, value_of
 from piper.capture.shard.rules import RULES
+from piper.capture.shard.shape_rules import number, operand
+from piper.capture.trace.effects import argument, draws, writes
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
-KEPT_WHOLE = frozenset(
-    (
-        aten.narrow.Tensor,  # sizes of its result depend on values
-        aten.tensor_split.tensor_indices_or_sections,
-        aten.batch_norm.default,  # its parts write running statistics, and no schema says so
-        aten.instance_norm.default,
-    )
-)
+SIZED = {aten.narrow.Tensor, aten.tensor_split.tensor_indices_or_sections}  # by values, which are not known
+WRITES = {aten.batch_norm.default, aten.instance_norm.default}  # in their parts, and no schema says so
 FIXES_GRADIENTS = "torch_nn._linear_cross_entropy"
 MODE = "piper_mode"  # under which a node's annotations, which a trace keeps, have the mode it ran in
+PARTS = (aten.slice.Tensor, aten.select.int)
+VIEWS = (*PARTS, aten.view.default, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim)
+EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+Reshapes = dict[tuple[fx.Node, object, tuple[int, ...]], fx.Node]
 
 
 @cache
@@ -51,7 +67,7 @@ def _composites() -> Mapping[OpOverload, Callable[..., object]]:
         op: OpOverload = getattr(getattr(aten, packet), overload or "default")
         results = [str(result.type) for result in op._schema.returns]
         of_tensors = results and all("Tensor" in kind for kind in results) and not op._schema.is_mutable
-        if of_tensors and not kept & {*op.tags} and op not in KEPT_WHOLE:
+        if of_tensors and not kept & {*op.tags} and op not in SIZED | WRITES:
             composites[op] = op.decompose
     return composites
 
@@ -64,8 +80,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     shardings of a recording, so it is written once: the caller changes nothing in it.
     """
     known, key = recording.in_aten, (exact, frozenset(RULES))
-    examples = (node.meta["example_value"] for node in recording.origins)
-    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    mode = _mode_of(recording.origins)
     # An earlier sharding of this recording leaves the sizes of its routed rows.
     if mode.shape_env is not None:
         mode.shape_env.pending_fresh_unbacked_symbols.clear()
@@ -144,13 +159,11 @@ def _widened(given: Argument) -> Argument:
 
 def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
-    examples = [node.meta["example_value"] for node in placeholders]
     # Operations that have no rule are written in others, which have one or may have.
     parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
-        given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
-            return make_fx(interpreter.run, parts, pre_dispatch=True)(*given)
+            return make_fx(interpreter.run, parts, pre_dispatch=True)(*_fakes_like(placeholders))
         except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be sharded",
@@ -173,3 +186,195 @@ class _Interpreter(fx.Interpreter):
                 entered = autocast_mode._enter_autocast(*arguments)
                 stack.callback(autocast_mode._exit_autocast, entered)
             return super().run_node(n)
+
+
+def without_vmap(graph: fx.Graph, root: nn.Module, bundles: Mapping[fx.Node, int]) -> None:
+    """Replace each bundle of a graph by the operations that vmap makes of it, in place."""
+    for bundle in dict.fromkeys(bundles.values()):
+        nodes = [node for node in graph.nodes if bundles.get(node) == bundle]
+        inside = set(nodes)
+        reads = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
+        results = [node for node in nodes if any(user not in inside for user in node.users)]
+        traced = _traced_alone(nodes, reads, results, root).graph
+        copies = dict(zip(traced.find_nodes(op="placeholder"), reads, strict=True))
+        with graph.inserting_before(results[0]):
+            output = graph.graph_copy(traced, copies)
+        for node, copy in copies.items():
+            if node.op != "placeholder":
+                copy.meta = {**results[0].meta, "example_value": node.meta["val"]}
+        assert isinstance(output, list | tuple)
+        for old, new in zip(results, output, strict=True):
+            old.replace_all_uses_with(new)
+        for node in reversed(nodes):
+            graph.erase_node(node)
+
+
+def _traced_alone(
+    nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node], root: nn.Module
+) -> fx.GraphModule:
+    """Trace some nodes of a graph as a function of what they read."""
+    alone = fx.Graph()
+    copies = {node: alone.placeholder(node.name) for node in reads}
+    for node in nodes:
+        copies[node] = alone.node_copy(node, copies.__getitem__)
+    alone.output(tuple(copies[node] for node in results))
+    with _mode_of(reads), torch.no_grad():
+        return make_fx(fx.Interpreter(fx.GraphModule(root, alone)).run)(*_fakes_like(reads))
+
+
+def _mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode:
+    """Return the mode of the fakes that nodes have."""
+    examples = (node.meta["example_value"] for node in nodes)
+    mode: FakeTensorMode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    return mode
+
+
+def _fakes_like(nodes: Iterable[fx.Node]) -> list[Tensor]:
+    """Return new fakes of the shapes and types that nodes have."""
+    examples = [node.meta["example_value"] for node in nodes]
+    return [torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device) for x in examples]
+
+
+def without_writes(graph: fx.Graph) -> None:
+    """Replace each write through a view, or by an operation without a rule, by a new value, in place.
+
+    A write stays where what it changes is read later under a name that has no part in the write.
+    """
+    for node in list(graph.nodes):
+        functional = _functional(node)
+        if functional is None:
+            continue
+        views = [writes(node)[0]]
+        while views[-1].target in VIEWS:
+            views.append(operand(views[-1]))
+        if len(views) == 1 and (node.target in RULES or by_family(node) is not None):
+            continue
+        later = read_later(views[0], node)
+        known = all(name.op == "call_function" and (name in views or not later[name]) for name in later)
+        if known and tensor_of(views[-1]).is_contiguous():  # as the new value will be
+            with graph.inserting_before(node), torch.no_grad():
+                _rewrite(node, _new_part(node, functional, views), views, later)
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        _join_parts(node)
+
+
+def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Return the operation that makes a new value where another one writes its first operand."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or draws(node) or [*writes(node)] != [*node.args[:1]]:
+        return None
+    packet = getattr(aten, str(target.overloadpacket).removeprefix("aten.").removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None)
+
+
+def _rewrite(
+    node: fx.Node, new: fx.Node, views: list[fx.Node], later: Mapping[fx.Node, list[fx.Node]]
+) -> None:
+    """Write the new value of each value that a new part belongs to, and the views of that."""
+    for view, whole in pairwise(views):
+        if view.target is aten.slice.Tensor:
+            new = _emit(node, aten.slice_scatter.default, whole, new, *view.args[1:], **view.kwargs)
+        elif view.target is aten.select.int:
+            dim, index = view.args[1], number(view.args[2])
+            rows = _emit(node, aten.unsqueeze.default, new, dim)
+            new = _emit(node, aten.slice_scatter.default, whole, rows, dim, index, index + 1 or None)
+        else:
+            new = _emit(node, aten.reshape.default, new, [*tensor_of(whole).shape])
+    for view in reversed(views):
+        if view is not views[-1]:
+            new = _emit(node, view.target, new, *view.args[1:], **view.kwargs)
+        for user in later[view]:
+            user.replace_input_with(view, new)
+    node.replace_all_uses_with(new)
+
+
+def _new_part(node: fx.Node, functional: torch._ops.OpOverload, views: list[fx.Node]) -> fx.Node:
+    """Write what the written part holds after a write."""
+    written = tensor_of(node)
+    if functional in (aten.copy.default, aten.fill.Tensor):  # autograd does not know the first
+        new = _emit(node, aten.expand.default, node.args[1], [*written.shape])
+        if not any(view.target in PARTS for view in views):  # later writes must leave what was copied
+            new = _emit(node, aten.clone.default, new, memory_format=torch.contiguous_format)
+    else:
+        new = _emit(node, functional, *node.args, **node.kwargs)
+    if (tensor_of(new).device, tensor_of(new).dtype) == (written.device, written.dtype):
+        return new
+    return _emit(node, aten.to.device, new, written.device, written.dtype)
+
+
+def _emit(node: fx.Node, target: object, *args: Argument, **kwargs: Argument) -> fx.Node:
+    """Write an operation where a write was."""
+    assert isinstance(target, torch._ops.OpOverload)
+    new = node.graph.call_function(target, args, kwargs)
+    values, named = map_arg((args, kwargs), value_of)  # type: ignore[arg-type]  # fakes are no arguments
+    new.meta = {**node.meta, "val": target(*values, **named)}
+    return new
+
+
+def _join_parts(node: fx.Node) -> None:
+    """Join the parts that an empty value was filled with along one dimension."""
+    parts: dict[int, fx.Node] = {}  # by where each begins
+    whole, rank = node, tensor_of(node).dim()
+    dim = number(argument(node, "dim")) % rank
+    size = int(tensor_of(node).shape[dim])
+    while whole.target is aten.slice_scatter.default and number(argument(whole, "dim")) % rank == dim:
+        start = number(argument(whole, "start")) % size if argument(whole, "step") == 1 else -1
+        if start in parts:
+            return  # a part was written again
+        parts[start] = operand(whole, 1)
+        whole = operand(whole)
+    starts = sorted(parts)
+    ends = [0, *accumulate(int(tensor_of(parts[start]).shape[dim]) for start in starts)]
+    if whole.target in EMPTY and [*starts, size] == ends:
+        with node.graph.inserting_before(node):
+            joined = node.graph.call_function(aten.cat.default, ([parts[start] for start in starts], dim))
+        joined.meta = node.meta
+        node.replace_all_uses_with(joined)
+
+
+def in_four_dimensions(graph: fx.Graph) -> None:
+    """Expand and reshape the operands of each attention to four dimensions, and its result back."""
+    reshapes: Reshapes = {}  # each once for all the attentions that read it
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        result = _shape(node)
+        *batch, heads = (1,) * (4 - len(result)) + result[:-2]
+        args = list(node.args)
+        node.meta[WEIGHTS] = (*result[:-1], _shape(operand(node, 1))[-2])
+        for position in range(3):
+            x = operand(node, position)
+            own = _shape(x)[-3] if node.kwargs.get("enable_gqa") else heads
+            args[position] = _in_four(node, x, (*batch, own, *_shape(x)[-2:]), reshapes)
+        if len(args) > MASK and isinstance(mask := args[MASK], fx.Node):
+            full = (1,) * (len(batch) + 3 - len(_shape(mask))) + _shape(mask)
+            lead = [1] * len(batch) if math.prod(full[:-3]) == 1 else batch
+            args[MASK] = _in_four(node, mask, (*lead, *full[-3:]), reshapes)
+        node.args = tuple(args)
+        if len(result) == 4:
+            continue
+        with graph.inserting_after(node):
+            back = graph.call_function(aten.reshape.default, (node, list(result)))
+        back.meta = dict(node.meta)
+        node.meta["val"] = tensor_of(node).new_empty((math.prod(batch), heads, *result[-2:]))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+
+
+def _in_four(node: fx.Node, x: fx.Node, full: tuple[int, ...], reshapes: Reshapes) -> fx.Node:
+    """Return an operand expanded to a shape, of which all but the last three dimensions become one."""
+    expands = math.prod(_shape(x)) != math.prod(full)
+    steps = [(aten.expand.default, full)] if expands else []
+    for target, shape in (*steps, (aten.reshape.default, (math.prod(full[:-3]), *full[-3:]))):
+        if _shape(x) == shape:
+            continue
+        key = (x, target, shape)
+        if key not in reshapes:
+            with node.graph.inserting_before(node):
+                reshapes[key] = node.graph.call_function(target, (x, list(shape)))
+            reshapes[key].meta = dict(x.meta if x.op == "call_function" else node.meta)
+            reshapes[key].meta["val"] = tensor_of(x).new_empty(shape)
+        x = reshapes[key]
+    return x
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in tensor_of(node).shape)

@@ -51,8 +51,8 @@ class Turn(NamedTuple):
 
     ways: int
     step: int
-    causal: bool
-    zigzag: bool
+    causal: int  # a truth value, as an operator takes it
+    zigzag: int
 
     @property
     def numbers(self) -> list[int]:

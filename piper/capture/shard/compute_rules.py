@@ -1,4 +1,4 @@
-"""Rules for operations that compute, pointwise work, products, norms and reductions, or that draw.
+"""Rules for operations that compute, pointwise work, products and reductions, or that look up or draw.
 
 A device draws random numbers for the whole value and uses its own part, so a sharded model draws what one
 device draws. A value that no other device needs is drawn on each of them, which costs less than to exchange
@@ -15,7 +15,7 @@ from torch.fx.node import Argument
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.dtensor_rules import verified
 from piper.capture.shard.layout import tensor_of, value_of
-from piper.capture.shard.shape_rules import getitem, named, operand
+from piper.capture.shard.shape_rules import getitem, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
@@ -24,20 +24,9 @@ ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))
 CASTS = frozenset((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.to.other))
 LINEAR = CASTS | {aten.neg.default}
-POINTWISE = CASTS | frozenset(
-    (
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.masked_fill.Tensor,
-        aten.dropout.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-        aten.__and__.Tensor,
-        aten.__or__.Tensor,
-    )
-)
+LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
+CHOOSES = {aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Tensor, aten.dropout.default}
+POINTWISE = CASTS | LIKE | CHOOSES | {aten.__and__.Tensor, aten.__or__.Tensor}
 
 
 def by_family(node: fx.Node) -> Rule | None:
@@ -146,10 +135,12 @@ def _product(
         out, wants = have.at(last), (REPLICATE, have, have.at(0))
     else:
         wants = (have.at(last), have, REPLICATE)
-    pairs = zip((x, weight, bias), wants, strict=True)
-    args = [d.to(each, want, varies=varies) for each, want in pairs if each is not None]
+    args = [d.to(each, want, varies=varies) for each, want in zip((x, weight), wants, strict=False)]
     if bias is not None and out == Partial():  # one device of the group adds it, so that the sum has it once
-        args[2] = d.emit(aten.mul.Tensor, (args[2], d.emit(aten.eq.Scalar, (d.place(), 0))))
+        first = d.emit(aten.eq.Scalar, (d.place(), 0))
+        args.append(d.emit(aten.mul.Tensor, (d.to(bias, wants[2], varies=varies), first)))
+    elif bias is not None:
+        args.append(d.to(bias, wants[2], varies=varies))
     d.done(node, d.emit(node.target, tuple(args if out_dim == 0 else (args[2], *args[:2]))), out)
 
 
@@ -268,6 +259,108 @@ def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
     return whole if back == sorted(back) else d.emit(aten.permute.default, (whole, back))
 
 
+def embedding(d: Sharder, node: fx.Node) -> None:
+    """Look up rows of a table: a whole one, or one sharded by columns or by rows."""
+    table, index = operand(node), operand(node, 1)
+    if d.whole(node):
+        return
+    have, given = d.layout(table), d.layout(index)
+    rest = (argument(node, "padding_idx"), argument(node, "scale_grad_by_freq"))
+    if rest[1] and (given != REPLICATE or have not in (REPLICATE, Shard(1))):
+        raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
+    if have == REPLICATE:
+        local = (d.to(table, REPLICATE, varies=True), d.local[index], *rest)
+        d.done(node, d.emit(node.target, local), given)
+    elif isinstance(have, Shard) and have.dim == 1:
+        local = (d.local[table], d.to(index, REPLICATE, varies=True), *rest)
+        d.done(node, d.emit(node.target, local), have.at(len(d.shape(node)) - 1))
+    else:
+        assert isinstance(have, Shard)
+        whole = d.to(index, REPLICATE, varies=True)
+        rows, outside = own_rows(d, whole, have, d.shape(table)[0])
+        read = d.emit(aten.embedding.default, (d.local[table], rows))
+        padding = number(rest[0])
+        if padding >= 0:  # the padding row has no gradient
+            fixed = d.emit(aten.detach.default, (read,))
+            pad = d.emit(aten.unsqueeze.default, (d.emit(aten.eq.Scalar, (whole, padding)), -1))
+            read = d.emit(aten.where.self, (pad, fixed, read))
+        d.done(node, masked(d, read, outside), Partial())
+
+
+def own_rows(d: Sharder, index: fx.Node, have: Shard, size: int) -> tuple[fx.Node, fx.Node]:
+    """Return indices within a device's own rows of a sharded table, and which of them lie outside."""
+    rows, shifted = size // d.degree, from_own_first(d, index, have, size)
+    low, high = d.emit(aten.lt.Scalar, (shifted, 0)), d.emit(aten.ge.Scalar, (shifted, rows))
+    return d.emit(aten.clamp.default, (shifted, 0, rows - 1)), d.emit(aten.logical_or.default, (low, high))
+
+
+def from_own_first(d: Sharder, index: fx.Node, have: Shard, size: int) -> fx.Node:
+    """Return indices counted from the first of a device's own rows."""
+    if have.blocks > 1 or have.zigzag:
+        raise NoRuleError("the rows of a table are sharded in one run")
+    first = d.emit(aten.mul.Tensor, (d.place(), size // d.degree))
+    if not index.meta["example_value"].dim():
+        first = d.emit(aten.reshape.default, (first, []))
+    return d.emit(aten.sub.Tensor, (index, first))
+
+
+def masked(d: Sharder, values: fx.Node, outside: fx.Node) -> fx.Node:
+    """Return values with zeros in place of those from outside a device's own rows."""
+    more = values.meta["example_value"].dim() - outside.meta["example_value"].dim()
+    for _ in range(more):
+        outside = d.emit(aten.unsqueeze.default, (outside, -1))
+    return d.emit(aten.masked_fill.Scalar, (values, outside, 0.0))
+
+
+def gather(d: Sharder, node: fx.Node) -> None:
+    """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
+    x, index = operand(node), operand(node, 2)
+    dim = number(node.args[1]) % max(1, len(d.shape(x)))
+    if d.whole(node):
+        return
+    have = d.layout(x)
+    if isinstance(have, Shard) and have.dim == dim:
+        rows, outside = own_rows(d, d.to(index, REPLICATE, varies=True), have, d.shape(x)[dim])
+        d.done(node, masked(d, d.emit(node.target, (d.local[x], dim, rows)), outside), Partial())
+        return
+    layout = have if isinstance(have, Shard) else d.layout(index)
+    if (
+        not isinstance(layout, Shard)
+        or layout.dim == dim
+        or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]
+    ):
+        raise NoRuleError("its index is sharded in another way than its values")
+    picked = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
+    d.done(node, picked, layout)
+
+
+def indexed(d: Sharder, node: fx.Node) -> None:
+    """Take elements by tensors: not along the sharded dimension, or by sharded indices into a whole value."""
+    x, given = operand(node), node.args[1]
+    assert isinstance(given, list | tuple)
+    if d.whole(node):
+        return
+    at = [i for i, index in enumerate(given) if index is not None]
+    indices = [index for index in given if isinstance(index, fx.Node)]
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices):
+        raise NoRuleError("how many elements a mask keeps is not known")
+    have, first = d.layout(x), at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    rank = max(len(d.shape(index)) for index in indices)
+    index_layout = spread(d, indices, rank)
+    if isinstance(have, Shard):
+        if have.dim in at:
+            raise NoRuleError("it picks elements of the sharded dimension")
+        before = sum(dim < have.dim for dim in at)
+        out = have.at(have.dim - before + (rank if have.dim > first or first != at[0] else 0))
+        local = {index: d.to(index, REPLICATE, varies=True) for index in indices} | {x: d.local[x]}
+    else:
+        assert index_layout is not None
+        out = index_layout.at(index_layout.dim + first)
+        local = {i: d.to(i, aligned(d, i, index_layout, rank), varies=True) for i in indices}
+        local[x] = d.to(x, REPLICATE, varies=True)
+    d.done(node, d.replay(node, local), out)
+
+
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
 MAXIMA = frozenset((aten.amax.default,))
 
@@ -282,4 +375,7 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), matmul),
     **dict.fromkeys((aten.mv.default, aten.dot.default), matmul),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, *MEANS, *MAXIMA), reduction),
+    aten.embedding.default: embedding,
+    aten.gather.default: gather,
+    aten._unsafe_index.Tensor: indexed,  # in which torch writes interpolations
 }

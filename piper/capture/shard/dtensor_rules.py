@@ -31,32 +31,27 @@ from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
 REFUSES = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)  # how DTensor refuses
 _NAMES = """
-    _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default _conj.default _fft_c2c.default
-    _fft_c2r.default _fft_r2c.default _linalg_det.default _linalg_slogdet.default _linalg_solve_ex.default
-    _prelu_kernel.default _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default
-    _weight_norm_interface.default adaptive_max_pool2d.default adaptive_max_pool3d.default addmv.default
-    addr.default alias_copy.default avg_pool2d.default avg_pool3d.default baddbmm.default bucketize.Tensor
-    channel_shuffle.default cholesky.default cholesky_inverse.default cholesky_solve.default
-    convolution.default cummax.default cummin.default diagonal_scatter.default expand_copy.default
-    fill.Scalar fill_.Scalar floor_divide.default fractional_max_pool2d.default
-    fractional_max_pool3d.default geqrf.default grid_sampler_2d.default grid_sampler_3d.default
-    hardswish.default histc.default index_copy.default index_fill.int_Scalar index_reduce.default
-    isin.Tensor_Tensor linalg_cholesky_ex.default linalg_cross.default linalg_inv_ex.default
-    linalg_lu.default linalg_lu_factor_ex.default linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor
-    linalg_solve_triangular.default log_sigmoid_forward.default max_pool2d_with_indices.default
-    max_pool3d_with_indices.default max_unpool2d.default max_unpool3d.default mode.default nanmedian.dim
-    nansum.default narrow_copy.default native_group_norm.default native_layer_norm.default
-    new_empty.default new_empty_strided.default new_full.default new_ones.default new_zeros.default
-    norm.ScalarOpt_dim ormqr.default permute_copy.default pixel_shuffle.default pixel_unshuffle.default
-    rot90.default rsub.Tensor scatter.src scatter.value select_scatter.default
-    split_with_sizes_copy.default squeeze_copy.default squeeze_copy.dim std_mean.correction t_copy.default
-    transpose_copy.int unbind_copy.int unsafe_split.Tensor unsqueeze_copy.default var_mean.correction
-    vdot.default view_copy.default zero_.default
+    _adaptive_avg_pool2d _adaptive_avg_pool3d _conj _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_slogdet
+    _linalg_solve_ex _prelu_kernel _upsample_bicubic2d_aa _upsample_bilinear2d_aa _weight_norm_interface
+    adaptive_max_pool2d adaptive_max_pool3d addmv addr alias_copy avg_pool2d avg_pool3d baddbmm
+    bucketize.Tensor channel_shuffle cholesky cholesky_inverse cholesky_solve convolution cummax cummin
+    diagonal_scatter expand_copy fill.Scalar fill_.Scalar floor_divide fractional_max_pool2d
+    fractional_max_pool3d geqrf grid_sampler_2d grid_sampler_3d hardswish histc index_copy
+    index_fill.int_Scalar index_reduce isin.Tensor_Tensor linalg_cholesky_ex linalg_cross linalg_inv_ex
+    linalg_lu linalg_lu_factor_ex linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_solve_triangular
+    log_sigmoid_forward max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d mode
+    nanmedian.dim nansum narrow_copy native_group_norm native_layer_norm new_empty new_empty_strided
+    new_full new_ones new_zeros norm.ScalarOpt_dim ormqr permute_copy pixel_shuffle pixel_unshuffle rot90
+    rsub.Tensor scatter.src scatter.value select_scatter split_with_sizes_copy squeeze_copy
+    squeeze_copy.dim std_mean.correction t_copy transpose_copy.int unbind_copy.int unsafe_split.Tensor
+    unsqueeze_copy var_mean.correction vdot view_copy zero_
 """
 # In torch 2.11 it takes slices of an image, whose edges DTensor then exchanges outside of the rule.
-_SINCE = {"convolution.default": "2.13"}
+_SINCE = {"convolution": "2.13"}
 VERIFIED = frozenset(
-    f"aten.{name}" for name in _NAMES.split() if torch.__version__ >= _SINCE.get(name, "2.11")
+    f"aten.{name}" if "." in name else f"aten.{name}.default"
+    for name in _NAMES.split()
+    if torch.__version__ >= _SINCE.get(name, "2.11")
 )
 
 

@@ -34,9 +34,8 @@ class LocalGraph:
         self.modes: dict[fx.Node, Mode] = {}
         self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
         self.copied: set[fx.Node] = set()  # local slices that neighbours hold too, and what is made of them
-        self.between: set[fx.Node] = (
-            set()
-        )  # local slices of activations between regions, and what is made of them
+        # Local slices of activations between regions, and what is made of them
+        self.between: set[fx.Node] = set()
         self.ranks: dict[AxisPosition, fx.Node] = {}
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}

@@ -9,9 +9,8 @@ from torch.fx.node import Argument, map_arg
 
 import piper.capture.shard.head_operators  # noqa: F401  registers the operators
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.compute_rules import CASTS, together
+from piper.capture.shard.compute_rules import CASTS, from_own_first, masked, own_rows, together
 from piper.capture.shard.layout import RESHAPES
-from piper.capture.shard.lookup_rules import from_own_first, masked, own_rows
 from piper.capture.shard.shape_rules import along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument

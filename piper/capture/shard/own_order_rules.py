@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from piper.capture.shard import shape_rules as shapes
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.compute_rules import CASTS, addmm, linear, pointwise, reduction
+from piper.capture.shard.compute_rules import CASTS, LIKE, addmm, linear, pointwise, reduction
 from piper.capture.shard.layout import RESHAPES, OwnOrder, RowNumbers, divides, tensor_of, value_of
 from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.shape_rules import ALONG, along, named, number, operand
@@ -24,7 +24,6 @@ from piper.ir.sharding import REPLICATE, Partial, Shard
 MOVES = (shapes.same_shape, shapes.permute, shapes.getitem, shapes.select, shapes.slice_, shapes.split)
 ROW_BY_ROW: frozenset[Rule] = frozenset((*MOVES, pointwise, linear, addmm, reduction, softmax))
 COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 KEPT = (*LIKE, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default)
 OTHER_ORDER = "each device has its rows in an order of its own"
 OTHER_NUMBERS = "it computes with numbers of rows, and each device numbers its own"

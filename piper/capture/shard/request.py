@@ -283,8 +283,7 @@ def shard_forward(
     inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
     """
     sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
-    regions = find_regions(recording, simplify(recording))
-    region_of: Mapping[fx.Node, Tags] = regions.region_of
+    region_of = find_regions(recording, simplify(recording)).region_of
     sharding = _with_shared(recording, sharding, region_of, inside)
     marked: frozenset[str] = frozenset()
     while True:

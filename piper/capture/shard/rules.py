@@ -3,14 +3,7 @@
 import torch
 from torch import fx
 
-from piper.capture.shard import (
-    attention_rules,
-    compute_rules,
-    lookup_rules,
-    loss_rules,
-    own_order_rules,
-    shape_rules,
-)
+from piper.capture.shard import attention_rules, compute_rules, loss_rules, own_order_rules, shape_rules
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import OwnOrder
 from piper.capture.shard.shape_rules import along, named
@@ -47,12 +40,11 @@ def scatter_add(d: Sharder, node: fx.Node) -> None:
 RULES: dict[object, Rule] = {  # grows by `sharding_rule` alone
     **shape_rules.RULES,
     **compute_rules.RULES,
-    **lookup_rules.RULES,
     **loss_rules.RULES,
     **attention_rules.RULES,
     **dict.fromkeys(own_order_rules.SORTS, own_order_rules.sort),
     aten.argsort.stable: or_all_rows(own_order_rules.sort),
-    aten.index.Tensor: or_all_rows(lookup_rules.indexed),
+    aten.index.Tensor: or_all_rows(compute_rules.indexed),
     aten.scatter_add.default: or_all_rows(scatter_add),
 }
 
