@@ -8,9 +8,8 @@ from threading import Lock
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
+from piper.capture.autodiff.code import Code, EagerCode, GraphCode, PhaseCode
 from piper.capture.autodiff.compose import Joints
-from piper.capture.autodiff.eager import EagerCode
 from piper.capture.autodiff.joint import Joint, UntraceableError
 from piper.capture.autodiff.partition import partition
 from piper.capture.autodiff.remat import Choice, choose
@@ -22,7 +21,7 @@ from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
-from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, PhaseSpec, TensorSpec
 from piper.ir.chunk_options import CodeOptions, block_rows
 from piper.process.gc_pause import no_collection
 
@@ -121,17 +120,15 @@ class Captured:
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
-        lines = [
-            f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
-        ]
+        lines = [f"{name}: runs under eager autograd, because {why}" for name, why in self.fallbacks.items()]
         lines += [
             f"{chunk.name}: the products of {len(chunk.products)} weights run in {chunk.precision}"
             for chunk in self.outline.chunks
             if chunk.precision
         ]
-        for chunk, choice in self.choices.items():
+        for name, choice in self.choices.items():
             assert choice.budget is not None
-            kept = f"{chunk}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
+            kept = f"{name}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
             if choice.kept_bytes <= choice.budget * choice.all_bytes:
                 lines.append(f"{kept} (budget {choice.budget:g})")
             else:
@@ -149,7 +146,9 @@ class Captured:
         sources: dict[tuple[str, Phase], Source] = {}
         for (key, phase), built in phases.items():
             code = self.codes[key]
-            if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
+            if not isinstance(code, GraphCode) or not isinstance(built, fx.GraphModule):
+                continue
+            if built.graph.find_nodes(op="call_function"):
                 sources[key, phase] = Source(
                     module=built,
                     arguments=code.examples(phase),
@@ -158,10 +157,6 @@ class Captured:
                     in_place=code.in_place(phase),
                 )
         return {**phases, **compile_phases(sources, cache, self.servers, meanwhile)}
-
-
-def _computes(module: fx.GraphModule) -> bool:
-    return any(node.op == "call_function" for node in module.graph.nodes)
 
 
 @no_collection()
@@ -245,17 +240,14 @@ class _Differentiator:
         experts, options = self.routed.get(chunk.name, CodeOptions()), self.options[chunk.name]
         if chunk.kind == "expert":
             self._check_rows(piece, experts)
-        if experts.clones:
-            piece = _with_clones(piece, experts.ways, experts.clones)
-        if experts.capacity is not None:
-            piece = _with_blocks(piece, experts)
+            piece = _on_devices(piece, experts)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         compiled = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            params=[_fewer(_spec(self.parameters[name]), experts) for name in chunk.params],
+            params=[self._spec(name, experts) for name in chunk.params],
             options=replace(options, ways=experts.ways),
         )
         self.codes[compiled.key] = compiled.code
@@ -263,7 +255,14 @@ class _Differentiator:
             self.fallbacks[chunk.name] = compiled.fallback
         if compiled.choice is not None and compiled.choice.budget is not None:
             self.choices[chunk.name] = compiled.choice
-        return _finished(chunk, compiled.key, compiled.code.shape)
+        return replace(compiled.code.complete(chunk), key=compiled.key)
+
+    def _spec(self, name: str, experts: CodeOptions) -> TensorSpec:
+        """Return the shape of a parameter on one device."""
+        parameter = self.parameters[name]
+        shape, width = parameter.local_shape, getattr(torch, parameter.dtype).itemsize
+        whole = TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
+        return _fewer(whole, experts)
 
     def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
         """Refuse experts whose results depend on which rows and experts their device has, once if equal."""
@@ -278,12 +277,6 @@ class _Differentiator:
         if key not in self.known.checked:
             check_rows(piece.body, piece.chunk.name, sharded=experts.ways > 1, apart=apart)
             self.known.checked.add(key)
-
-
-def _spec(parameter: Parameter) -> TensorSpec:
-    width = getattr(torch, parameter.dtype).itemsize
-    shape = parameter.local_shape
-    return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
 def _options_of_experts(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
@@ -336,59 +329,12 @@ def _received(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     return replace(spec, shape=(rows, *spec.shape[1:]), nbytes=spec.nbytes // spec.shape[0] * rows)
 
 
-def _with_blocks(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
-    """Return an expert chunk whose rows are a block from each device."""
+def _on_devices(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
+    """Return an expert chunk with the clones of all devices, and with rows that are a block from each."""
     body = piece.body
     assert body is not None and body.experts is not None, "only expert chunks receive rows"
-    block = block_rows(body.experts.rows, options.ways, options.capacity)
-    experts = replace(body.experts, rows=block * options.ways) if block else body.experts
-    return replace(piece, body=replace(body, experts=experts))
-
-
-def _with_clones(piece: CapturedChunk, ways: int, clones: int) -> CapturedChunk:
-    """Return an expert chunk as if each of `ways` devices had so many experts more."""
-    body = piece.body
-    assert body is not None and body.experts is not None, "only expert chunks have clones"
-    more = ways * clones
+    more = options.ways * options.clones
+    rows = block_rows(body.experts.rows, options.ways, options.capacity) * options.ways or body.experts.rows
     params = tuple(param.new_empty(param.shape[0] + more, *param.shape[1:]) for param in body.params)
-    experts = replace(body.experts, total=body.experts.total + more)
-    return replace(piece, body=replace(body, params=params, experts=experts))
-
-
-def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
-    """Return the chunk, completed with the phases and shapes of its code."""
-    phases = {
-        phase: PhaseSpec(
-            inputs=signature.reads.get("inputs", ()),
-            params=tuple(chunk.params[i] for i in signature.reads.get("params", ())),
-            buffers=tuple(chunk.buffers[i] for i in signature.reads.get("buffers", ())),
-            saved=signature.reads.get("saved", ()),
-            carried=signature.reads.get("carried", ()),
-            tangents=signature.reads.get("tangents", ()),
-            grad_inputs=signature.grad_inputs,
-            grad_params=tuple(chunk.params[i] for i in signature.grad_params),
-            in_place=tuple(chunk.params[signature.grad_params[i]] for i in signature.in_place),
-            flops=signature.cost.flops,
-            bytes_moved=signature.cost.bytes_moved,
-            workspace=signature.cost.workspace,
-            kernels=signature.cost.kernels,
-        )
-        for phase in PHASES
-        if (signature := shape.phases.get(phase)) is not None
-    }
-    kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
-    mutated = tuple(chunk.buffers[i] for i in shape.mutated)
-    return replace(
-        chunk,
-        key=key,
-        params=phases["F"].params,
-        buffers=tuple(dict.fromkeys((*phases["F"].buffers, *mutated))),  # some are only overwritten
-        mutated=mutated,
-        outputs=shape.outputs,
-        saved=shape.saved,
-        carried=shape.carried,
-        storages=shape.storages,
-        kept_inputs={"B": kept, "BI": kept} if kept else {},
-        phases=phases,
-        random=shape.random,
-    )
+    experts = replace(body.experts, total=body.experts.total + more, rows=rows)
+    return replace(piece, body=replace(body, params=params if more else body.params, experts=experts))

@@ -161,7 +161,7 @@ def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[f
 
 def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
     """Return the storages that other phases save for this phase alone."""
-    given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
+    given = [*section.reads["saved"].values(), *section.reads["carried"].values()]
     return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
 
 
