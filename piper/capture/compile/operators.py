@@ -84,20 +84,12 @@ def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
     add: on the host, so that one compiled graph does both and no device is waited for.
     """
     columns, rows = left.flatten(0, -2).t(), right.flatten(0, -2)
-    if out.dtype is not columns.dtype:
-        _mm_into_wider(columns, rows, out, add=bool(add.item()))
-    elif add.item():
-        out.addmm_(columns, rows)
-    else:
-        torch.mm(columns, rows, out=out)
-
-
-def _mm_into_wider(columns: Tensor, rows: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write a product of half precision into a sum in float32, or add it. A GPU does not round it first."""
-    if not out.is_cuda:
+    if out.dtype is columns.dtype:
+        out.addmm_(columns, rows) if add.item() else torch.mm(columns, rows, out=out)
+    elif not out.is_cuda:
         product = torch.mm(columns, rows)
-        out.add_(product) if add else out.copy_(product)
-    elif add:
+        out.add_(product) if add.item() else out.copy_(product)
+    elif add.item():  # a sum in float32: a GPU adds the product to it before it is rounded
         torch.ops.aten.addmm.dtype_out(out, columns, rows, out.dtype, out=out)
     else:
         torch.ops.aten.mm.dtype_out(columns, rows, out.dtype, out=out)
@@ -119,11 +111,6 @@ def _embedding_grad_into(grad: Tensor, rows: Tensor, out: Tensor, add: Tensor, p
         out.index_add_(0, places, given)
 
 
-def _fake_into(*arguments: object) -> None:
-    """Return what the trace needs of an operator that writes into given memory: nothing."""
-
-
-_library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
-_library.impl("embedding_grad_into", _embedding_grad_into, "CompositeExplicitAutograd")
-torch.library.register_fake("piper::mm_into", _fake_into, lib=_library)
-torch.library.register_fake("piper::embedding_grad_into", _fake_into, lib=_library)
+for _name, _kernel in (("mm_into", _mm_into), ("embedding_grad_into", _embedding_grad_into)):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"piper::{_name}", lambda *arguments: None, lib=_library)
