@@ -49,17 +49,17 @@ def workspace_of(
     given: results whose memory is there from the start.
     """
     results = {memory_of(write.node) for write in section.writes}
-    kept = _kept(section, lasting) - results if fleeting is not None else set()
-    outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
+    kept, reused, together = set[int](), dict[int, int](), dict[int, int]()
+    outside = {memory_of(node) for node in section.read_nodes}
     if fleeting is None:
         outside |= results
+    else:
+        kept = _kept(section, lasting) - results
+        outside = outside - kept | set(fleeting)
+        reused, together = _reused(section), _together(section.body, sizes, set(fleeting))
     early = kept | {memory_of(node) for node in given}
-    reused = {} if fleeting is None else _reused(section)
-    bytes_of: dict[int, int] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
     until = _until(section.body, set(fleeting or ()))
-    together = {} if fleeting is None else _together(section.body, sizes, set(fleeting))
+    bytes_of, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
     for position, node in enumerate(section.body):
         for memory, tensor in storages([node, *node.all_input_nodes]):
             storage = reused.get(memory, memory)
@@ -114,17 +114,13 @@ def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int])
     readers = _fused_readers(body, fleeting)
     results = dict.fromkeys(node for nodes in readers.values() for node in nodes)
     apart = _apart(body, results)
+    length = {node: math.prod(sizes.shape(node.meta["val"])) for node in results}
     last_results: dict[int, int] = {}
     for nodes in readers.values():
         for first, later in itertools.combinations(nodes, 2):
-            same = _length(first, sizes) == _length(later, sizes)
-            if same and not apart(first, later):
+            if length[first] == length[later] and not apart(first, later):
                 last_results[memory_of(first)] = max(place[later], last_results.get(memory_of(first), 0))
     return last_results
-
-
-def _length(node: fx.Node, sizes: SymbolicSizes) -> int:
-    return math.prod(sizes.shape(node.meta["val"]))
 
 
 def _fused_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
