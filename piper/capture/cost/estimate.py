@@ -1,7 +1,7 @@
 """Estimates the cost of a phase: its kernels, their arithmetic and memory traffic, and temporary memory."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,10 +216,16 @@ def _fused(
             maker.setdefault(memory, node)
     for value, writer in writers.items():
         leader[lead(value)] = lead(writer)
+    groups = _grouped(leader, lead)
+    return [group for group in groups if any(set(memories(node)) - set(fleeting) for node in group)]
+
+
+def _grouped(nodes: Iterable[fx.Node], lead: Callable[[fx.Node], fx.Node]) -> Collection[Sequence[fx.Node]]:
+    """Return the nodes in groups with one leader each, in the order of their first nodes."""
     groups: dict[fx.Node, list[fx.Node]] = {}
-    for node in leader:
+    for node in nodes:
         groups.setdefault(lead(node), []).append(node)
-    return [nodes for nodes in groups.values() if any(set(memories(n)) - set(fleeting) for n in nodes)]
+    return groups.values()
 
 
 def _depth(depth: Mapping[fx.Node, int], sources: Collection[fx.Node]) -> int:
