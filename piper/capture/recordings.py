@@ -4,6 +4,7 @@ Tracing takes 99 % of a compilation. A recording depends on the model, the loss 
 and on nothing else of a strategy, so other strategies of the same job use it again.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,6 @@ from piper.ir.dtypes import DTYPES, JobPrecision
 
 log = logging.getLogger("piper")
 RequestKey = tuple[object, ...]  # what requests ask, as a key
-Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 LARGE = 64  # parameters of a model whose graphs take long to compile
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
 
@@ -47,7 +47,7 @@ class Recordings:
     forward_only: bool = False  # in eval mode, with nothing to train
     recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
     sharded: dict[tuple[int, RequestKey], Traced] = field(default_factory=dict, repr=False)
-    differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
+    differentiated: dict[tuple[object, ...], Captured] = field(default_factory=dict, repr=False)
     code: CodeCache = field(init=False, repr=False)  # of all chunks: equal ones have the same code
 
     def __post_init__(self) -> None:
@@ -56,20 +56,25 @@ class Recordings:
 
     def check(self, other: "Recordings", by: str) -> None:
         """Refuse to use these recordings for another model, loss, batch, precision or device."""
-        for what, mine, theirs in (
+        settings = (
             ("precision", self.precision, other.precision),
             ("device", self.device, other.device),
             ("compile", self.compiled, other.compiled),
             ("batch", shown_fields(self.fields), shown_fields(other.fields)),
-        ):
-            if mine != theirs:
-                raise unlike(by, what, str(mine), str(theirs))
+        )
+        unlike = [(what, str(mine), str(theirs)) for what, mine, theirs in settings if mine != theirs]
         if not same_function(self.loss, other.loss):
-            raise unlike(by, "loss", name_of(self.loss), name_of(other.loss))
-        if self.model is not other.model:
-            here, there = self.described(), other.described()
-            if here != there:
-                raise unlike(by, "model", *first_difference(here, there))
+            unlike.append(("loss", name_of(self.loss), name_of(other.loss)))
+        if not unlike and self.model is not other.model:
+            lines = itertools.zip_longest(self.described(), other.described(), fillvalue="nothing more")
+            unlike += [("model", here.strip(), there.strip()) for here, there in lines if here != there]
+        for what, mine, theirs in unlike:
+            raise ConfigError(
+                f"what was captured has another {what}",
+                by=by,
+                facts={"captured": mine, "job": theirs},
+                hint=HINT,
+            )
 
     def built(self) -> nn.Module:
         """Build the model with fake tensors."""
@@ -145,26 +150,6 @@ def name_of(function: object) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name} (line {code.co_firstlineno})" if code is not None else name
-
-
-def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """Return the first line in which two descriptions differ, of each."""
-    for one, other in zip(mine, theirs, strict=False):
-        if one != other:
-            return one.strip(), other.strip()
-    longer = mine if len(mine) > len(theirs) else theirs
-    extra = longer[min(len(mine), len(theirs))].strip()
-    return (extra, "nothing more") if longer is mine else ("nothing more", extra)
-
-
-def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
-    """Return the error of recordings that belong to another job."""
-    return ConfigError(
-        f"what was captured has another {what}",
-        by=by,
-        facts={"captured": mine, "job": theirs},
-        hint=HINT,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ class Captured:
             code = self.codes[key]
             if not isinstance(code, GraphCode) or not isinstance(built, fx.GraphModule):
                 continue
-            if built.graph.find_nodes(op="call_function"):
+            if any(node.op == "call_function" for node in built.graph.nodes):
                 sources[key, phase] = Source(
                     module=built,
                     arguments=code.examples(phase),

@@ -1,6 +1,6 @@
 """Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,8 @@ from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
+_MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
+
 
 class Assembler:
     """Builds the pieces of one recording."""
@@ -33,8 +35,7 @@ class Assembler:
 
     def pieces(self) -> list[CapturedChunk]:
         """Return the piece of every chunk, in the order of the cuts."""
-        markers = ("route", "unroute", "collective")
-        pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
+        pieces = [self._marker(cut) if cut.kind in _MARKERS else self._compute(cut) for cut in self.cuts]
         _check_buffers([piece.chunk for piece in pieces])
         return pieces
 
@@ -49,7 +50,7 @@ class Assembler:
 
     def _results(self, cut: Cut) -> list[fx.Node]:
         """Return the values of a chunk that other chunks read or the loss returns."""
-        if cut.kind in ("route", "unroute", "collective"):
+        if cut.kind in _MARKERS:
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
         return [
             node
@@ -116,7 +117,14 @@ class Assembler:
             products=weights_of([node for node in nodes if is_grouped(node) or cut.kind != "expert"]),
             rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
-        body = self._body(nodes, results, _experts(chunk))
+        experts = None
+        if cut.kind == "expert":
+            experts = Experts(
+                total=chunk.experts,
+                rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
+                counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
+            )
+        body = self._body(nodes, results, experts)
         runs = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
         whole = cut.kind == "expert" or len(runs) == 1
         segments = () if whole else self._segments(runs, reads, results)
@@ -126,18 +134,8 @@ class Assembler:
         self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
     ) -> Body:
         reads = self._reads(nodes)
-
-        def changes(node: fx.Node) -> bool:
-            return isinstance(self.recording.origins.get(node), FromBuffer)  # its new value is a result
-
         return Body(
-            graph=_emitted(
-                nodes,
-                [node for group in reads for node in group],
-                results,
-                modes=self.recording.modes,
-                changes=changes,
-            ),
+            graph=self._emitted(nodes, [node for group in reads for node in group], results),
             root=self.recording.root,
             inputs=tuple(_tensor(node) for node in reads[0]),
             params=tuple(_tensor(node) for node in reads[1]),
@@ -145,6 +143,42 @@ class Assembler:
             outputs=tuple(_tensor(node) for node in results),
             experts=experts,
         )
+
+    def _emitted(
+        self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> fx.Graph:
+        """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
+
+        What is read is copied before anything writes into it in place, with all its views, but for buffers, whose
+        new values are results. A result that is written later is returned as it was.
+        """
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in reads}
+        last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
+        last.pop(None, None)  # what has no memory to ask for
+        for node in reads:
+            buffer = isinstance(self.recording.origins.get(node), FromBuffer)
+            if memory_of(node) in last and not buffer:
+                copies[node] = graph.call_method("clone", (copies[node],))
+        returned: dict[fx.Node, fx.Node] = {}
+        current = _Modes(graph)
+        for position, node in enumerate(nodes):
+            current.enter(self.recording.modes[node])
+            copy = graph.node_copy(node, copies.__getitem__)
+            copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
+            given = [*copy.args, *copy.kwargs.values()]
+            if (
+                copy.op == "call_method"
+                and copy.target == "view"
+                and not any(isinstance(a, torch.dtype) for a in given)
+            ):
+                copy.target = "reshape"  # a view needs strides that a value may lose between chunks
+            copies[node] = copy
+            if node in results and last.get(memory_of(node), -1) > position:
+                returned[node] = graph.call_method("clone", (copy,))
+        current.enter(Mode())
+        graph.output(tuple(returned.get(node, copies[node]) for node in results))
+        return graph
 
     def _segments(
         self, runs: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
@@ -202,16 +236,6 @@ def _tensor(node: fx.Node) -> Tensor:
     return result
 
 
-def _experts(chunk: Chunk) -> Experts | None:
-    if chunk.kind != "expert":
-        return None
-    return Experts(
-        total=chunk.experts,
-        rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
-        counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
-    )
-
-
 def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes, Mapping[str, int]]:
     """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
@@ -244,51 +268,6 @@ def _check_buffers(chunks: Sequence[Chunk]) -> None:
                         facts={"changed": chunk.name, "read": other.name},
                         hint="give each region a module of its own, or put both uses into one region",
                     )
-
-
-def _emitted(
-    nodes: Sequence[fx.Node],
-    reads: Sequence[fx.Node],
-    results: Sequence[fx.Node],
-    *,
-    modes: Mapping[fx.Node, Mode],
-    changes: Callable[[fx.Node], bool],
-) -> fx.Graph:
-    """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
-
-    What is read is copied before anything writes into it in place, with all its views, but for what it
-    `changes`. A result that is written later is returned as it was.
-    """
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in reads}
-    last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
-    last.pop(None, None)  # what has no memory to ask for
-    for node in reads:
-        if memory_of(node) in last and not changes(node):
-            copies[node] = graph.call_method("clone", (copies[node],))
-    returned: dict[fx.Node, fx.Node] = {}
-    current = _Modes(graph)
-    for position, node in enumerate(nodes):
-        current.enter(modes[node])
-        copy = graph.node_copy(node, copies.__getitem__)
-        copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
-        if _is_strict_view(copy):
-            copy.target = "reshape"
-        copies[node] = copy
-        if node in results and last.get(memory_of(node), -1) > position:
-            returned[node] = graph.call_method("clone", (copy,))
-    current.enter(Mode())
-    graph.output(tuple(returned.get(node, copies[node]) for node in results))
-    return graph
-
-
-def _is_strict_view(node: fx.Node) -> bool:
-    """Return whether a node is a `view`. It needs strides that a value may lose between chunks."""
-    return (
-        node.op == "call_method"
-        and node.target == "view"
-        and not any(isinstance(argument, torch.dtype) for argument in [*node.args, *node.kwargs.values()])
-    )
 
 
 class _Modes:

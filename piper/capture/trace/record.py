@@ -31,16 +31,14 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
-from piper.capture.trace.returned import FORMS, Prediction, Returned, check_prediction, returned_by_loss
+from piper.capture.trace.returned import Prediction, Returned, check_prediction, not_a_loss, returned_by_loss
 from piper.capture.trace_errors import drawn_once, loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 from piper.process.flex_on_host import flex_gradients_on_host
 
 log = logging.getLogger("piper")
-_LATER_CALLS = (
-    2  # that are traced at most: the second may find tables that the first made, no later one makes more
-)
+_LATER_CALLS = 2  # traced at most: the second may find tables that the first made, no later one makes more
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -72,7 +70,7 @@ def record(
             raise
         except Exception as error:
             if without_result(error):
-                raise _not_a_loss("it returns no tensor") from error
+                raise not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
         captured = call.module
@@ -187,19 +185,14 @@ def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]
 
 def _structure(captured: fx.GraphModule, loss: LossFn, batch: dict[str, Tensor]) -> Returned:
     """Return what the loss returned, with graph nodes in place of computed tensors."""
-    flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
     try:
-        returned = captured.graph._codegen.process_outputs(flat)
+        returned = captured.graph._codegen.process_outputs(captured.graph.output_node().args[0])
     except AttributeError as error:  # a Python number is read off a tensor after the graph
-        raise _not_a_loss("it returns a Python number") from error
+        raise not_a_loss("it returns a Python number") from error
     if isinstance(loss, Prediction):
         check_prediction(returned, len(next(iter(batch.values()))))
         return Returned(values=(returned,), predicts=True)
     return returned_by_loss(returned)
-
-
-def _not_a_loss(got: str) -> CaptureError:
-    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
 
 
 class _GraphCopier:
@@ -336,7 +329,7 @@ class _GraphCopier:
         node = self._result(number)
         value = node.meta["example_value"]
         if value.dim():
-            raise _not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
+            raise not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
         return self._call(torch.Tensor.to, self._call(torch.Tensor.detach, node), torch.float64)
 
     def _call(self, function: Callable[..., Tensor], *arguments: Argument, **options: Argument) -> fx.Node:
@@ -380,7 +373,7 @@ def _check_results(results: tuple[fx.Node, ...], forward_only: bool) -> None:
     values = [node.meta["example_value"] for node in results]
     for what, value in zip(("loss", "weight"), values, strict=False):
         if value.dim():
-            raise _not_a_loss(f"its {what} has shape {list(value.shape)}")
+            raise not_a_loss(f"its {what} has shape {list(value.shape)}")
     if len(values) == 2 and values[1].requires_grad:
         raise CaptureError(
             "the weight of the loss depends on parameters",

@@ -48,7 +48,10 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     copied = _derived(recording, nodes, fixed, untrained)
     weights = _derived(recording, nodes, (*fixed, FromParameter), anywhere) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
-    sunk = _only_for_experts(nodes, weights, areas)
+    sunk: set[fx.Node] = set()  # made from parameters that only expert regions use: they move into those
+    for node in reversed(nodes):
+        if node in weights and node.users and all(user in areas or user in sunk for user in node.users):
+            sunk.add(node)
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
     # A marker has no code, so it cannot run its own copy of what it reads.
     placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
@@ -85,13 +88,8 @@ def _crossing(
     readers: dict[fx.Node, set[Tags]] = {}
     for node in reversed(nodes):
         if node in weights:
-            readers[node] = {
-                region
-                for user in node.users
-                for region in (
-                    readers[user] if user in readers else {region_of[user]} if user in region_of else ()
-                )
-            }
+            own = ({region_of[user]} for user in node.users if user in region_of and user not in readers)
+            readers[node] = set().union(*own, *(readers.get(user, ()) for user in node.users))
     return frozenset(
         node
         for node, regions in readers.items()
@@ -138,7 +136,11 @@ def _expert_areas(
         elif marker(node) == "unroute":
             rows, counts = node.all_input_nodes[:2]
             if not _is_result_of_route(counts) or routed.get(rows) is not routed[counts]:
-                raise _not_routed(node)
+                raise CaptureError(
+                    "these rows and counts do not come from one route",
+                    by=f"unroute{node_line(node)}",
+                    hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+                )
             area[node] = routed[counts]
         elif routes:
             outside = [source for source in reads if source not in routed]
@@ -150,14 +152,6 @@ def _expert_areas(
 
 def _is_result_of_route(node: fx.Node) -> bool:
     return node.target is operator.getitem and marker(node.all_input_nodes[0]) == "route"
-
-
-def _not_routed(node: fx.Node) -> CaptureError:
-    return CaptureError(
-        "these rows and counts do not come from one route",
-        by=f"unroute{node_line(node)}",
-        hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
-    )
 
 
 def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
@@ -173,17 +167,6 @@ def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
         facts=fact,
         hint=hint,
     )
-
-
-def _only_for_experts(
-    nodes: list[fx.Node], weights: frozenset[fx.Node], areas: Mapping[fx.Node, fx.Node]
-) -> frozenset[fx.Node]:
-    """Return the nodes made from parameters that only expert regions use. They move into those regions."""
-    sunk: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if node in weights and node.users and all(user in areas or user in sunk for user in node.users):
-            sunk.add(node)
-    return frozenset(sunk)
 
 
 def _region_of(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
