@@ -149,8 +149,8 @@ class Assembler:
     ) -> fx.Graph:
         """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
 
-        What is read is copied before anything writes into it in place, with all its views, but for buffers, whose
-        new values are results. A result that is written later is returned as it was.
+        What is read is copied before anything writes into it in place, with all its views, but for
+        buffers: their new values are results. A result that is written later is returned as it was.
         """
         graph = fx.Graph()
         copies = {node: graph.placeholder(node.name) for node in reads}
@@ -166,12 +166,8 @@ class Assembler:
             current.enter(self.recording.modes[node])
             copy = graph.node_copy(node, copies.__getitem__)
             copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
-            given = [*copy.args, *copy.kwargs.values()]
-            if (
-                copy.op == "call_method"
-                and copy.target == "view"
-                and not any(isinstance(a, torch.dtype) for a in given)
-            ):
+            typed = any(isinstance(given, torch.dtype) for given in (*copy.args, *copy.kwargs.values()))
+            if copy.op == "call_method" and copy.target == "view" and not typed:
                 copy.target = "reshape"  # a view needs strides that a value may lose between chunks
             copies[node] = copy
             if node in results and last.get(memory_of(node), -1) > position:

@@ -139,7 +139,8 @@ def _expert_areas(
                 raise CaptureError(
                     "these rows and counts do not come from one route",
                     by=f"unroute{node_line(node)}",
-                    hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+                    hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made "
+                    "from rows",
                 )
             area[node] = routed[counts]
         elif routes:
