@@ -111,13 +111,7 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
     meshes: dict[object, int] = {}
     return tuple(
         (
-            request.axis,
-            request.degree,
-            tuple(request.weights.items()),
-            tuple(request.batch.items()),
-            request.between,
-            request.attention,
-            request.zigzag,
+            repr(replace(request, by="", regions={})),
             tuple(  # in an order that does not depend on the directives
                 (tags, meshes.setdefault(request.regions[tags], len(meshes)))
                 for tags in sorted(request.regions)

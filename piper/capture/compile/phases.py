@@ -7,6 +7,7 @@ where it can: products are kernels of their own, so that no fusion is lost there
 import itertools
 import logging
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,21 +30,10 @@ FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
 WORTH = 200  # operations that need not be compiled again, for which a phase is cut
 PERIODS = 16  # lengths of a layer that are tried
-PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_scaled_mm",
-        "aten::convolution",
-        "piper::mm_into",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-    }
-)  # operations that Inductor does not fuse with what follows
+_PRODUCTS = re.compile(  # operations that Inductor does not fuse with what follows
+    r"piper::mm_into|aten::(mm|addmm|bmm|baddbmm|_scaled_mm|convolution|"
+    r"_scaled_dot_product_(flash_attention(_for_cpu)?|efficient_attention|cudnn_attention))"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +177,12 @@ def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
     body = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     if len(body) < WORTH or not all(map(plain, body)) or not all(map(fixed, module.graph.nodes)):
         return []
-    cuts = sorted({0, len(body), *cuts_of(body, [label_of(node) for node in body])})
+    literals = [fx.node.map_arg((node.args, node.kwargs), lambda argument: "%") for node in body]
+    labels = [  # what an operation does, wherever it stands
+        f"{node.target} {given} {described(node.meta.get('val'))}"
+        for node, given in zip(body, literals, strict=True)
+    ]
+    cuts = sorted({0, len(body), *cuts_of(body, labels)})
     runs = [body[start:stop] for start, stop in itertools.pairwise(cuts)]
     known: dict[str, fx.GraphModule] = {}
     pieces = [piece_of(module, run, known) for run in runs]
@@ -212,12 +207,6 @@ def fixed(node: fx.Node) -> bool:
     value = node.meta.get("val")
     sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     return not any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def label_of(node: fx.Node) -> str:
-    """Return what an operation does, wherever it stands: its target, its literal arguments and its result."""
-    literals = fx.node.map_arg((node.args, node.kwargs), lambda argument: "%")
-    return f"{node.target} {literals} {described(node.meta.get('val'))}"
 
 
 def described(value: object) -> str:
@@ -288,7 +277,8 @@ def ends_kernel(node: fx.Node) -> bool:
     """Return whether an operation, or the one whose result it takes, is a kernel of its own."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.name().partition(".")[0] in PRODUCTS
+    called = node.target.name().partition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+    return _PRODUCTS.fullmatch(called) is not None
 
 
 def piece_of(module: fx.GraphModule, run: Sequence[fx.Node], known: dict[str, fx.GraphModule]) -> PhasePiece:

@@ -65,10 +65,12 @@ def cost_of(
     groups: list[Sequence[fx.Node]] = [[node] for node in section.body if _computes(node)]
     if fleeting is not None:
         groups = _fused(section.body, fleeting, section.writers)
-    traffic = _Traffic(section.body, sizes, fleeting or ())
+    makers: dict[int, fx.Node] = {}
+    for node in section.body:
+        for memory in memories(node) if _computes(node) else ():
+            makers.setdefault(memory, node)
     kernels = tuple(
-        _kernel_of(group, sum(flops_of(node, sizes) for node in group), traffic.of(group), sizes)
-        for group in groups
+        _kernel_of(group, _bytes_moved(group, makers, sizes, fleeting or ()), sizes) for group in groups
     )
     return Cost(
         flops=sum(kernel.flops for kernel in kernels),
@@ -253,47 +255,38 @@ def _over_rows(node: fx.Node) -> bool:
     )
 
 
-class _Traffic:
-    """Counts the bytes that kernels of one phase read and write."""
+def _bytes_moved(
+    group: Sequence[fx.Node], makers: Mapping[int, fx.Node], sizes: SymbolicSizes, fleeting: Collection[int]
+) -> int:
+    """Return the bytes that a kernel reads and writes: each storage once.
 
-    def __init__(self, body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Collection[int]) -> None:
-        self.sizes, self.fleeting = sizes, fleeting
-        self.maker: dict[int, fx.Node] = {}
-        for node in body:
-            for memory in memories(node) if _computes(node) else ():
-                self.maker.setdefault(memory, node)
+    A value that is never allocated is computed again from what its producer, one of `makers`, reads.
+    """
 
-    def of(self, group: Sequence[fx.Node]) -> int:
-        """Return the bytes that a kernel reads and writes: each storage once.
+    def nbytes(tensor: Tensor) -> int:
+        return min(sizes.nbytes(tensor), sizes.storage_bytes(tensor))  # an expanded one has more elements
 
-        A value that is never allocated is computed again from what its producer reads.
-        """
-        inside = {memory for node in group for memory in memories(node)}
-        moved: dict[int, int] = {}
-        seen, stack = set(group), list(group)
-        while stack:
-            node = stack.pop()
-            for memory, tensor in storages(node.all_input_nodes):
-                if memory in self.fleeting:
-                    producer = self.maker.get(memory)
-                    if producer is not None and producer not in seen:
-                        seen.add(producer)
-                        stack.append(producer)
-                elif memory not in inside:
-                    moved[memory] = max(moved.get(memory, 0), self._bytes(tensor))
-        for memory, tensor in storages(group):
-            if memory not in self.fleeting:
-                moved[memory] = moved.get(memory, 0) + self._bytes(tensor)
-        return sum(moved.values())
-
-    def _bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that lie in memory: an expanded one has more elements than that."""
-        return min(self.sizes.nbytes(tensor), self.sizes.storage_bytes(tensor))
+    inside = {memory for node in group for memory in memories(node)}
+    moved: dict[int, int] = {}
+    seen, stack = set(group), list(group)
+    while stack:
+        for memory, tensor in storages(stack.pop().all_input_nodes):
+            if memory in fleeting:
+                producer = makers.get(memory)
+                if producer is not None and producer not in seen:
+                    seen.add(producer)
+                    stack.append(producer)
+            elif memory not in inside:
+                moved[memory] = max(moved.get(memory, 0), nbytes(tensor))
+    for memory, tensor in storages(group):
+        if memory not in fleeting:
+            moved[memory] = moved.get(memory, 0) + nbytes(tensor)
+    return sum(moved.values())
 
 
-def _kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: SymbolicSizes) -> Kernel:
+def _kernel_of(group: Sequence[fx.Node], nbytes: int, sizes: SymbolicSizes) -> Kernel:
     """Describe a kernel by its most costly operation."""
-    node = group[0]
+    node, flops = group[0], sum(flops_of(each, sizes) for each in group)
     if not flops:
         return Kernel(kind="traffic", dtype=_type_of(node), nbytes=nbytes)
     attends = argument(node, "query") is not None and argument(node, "key") is not None

@@ -18,7 +18,7 @@ from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
-from piper.capture.trace.markers import OWN_ROWS
+from piper.capture.trace.recording import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 ROW_BY_ROW: frozenset[Rule] = frozenset(

@@ -12,10 +12,10 @@ from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import CopiedShard, divides
 from piper.capture.shard.shard_forward import shard_forward
+from piper.capture.trace.cut import find_regions
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import FromParameter, Recording
-from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec

@@ -12,10 +12,10 @@ from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.rules import rule_of, rules
 from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.cut import find_regions
 from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
-from piper.capture.trace.regions import find_regions
 from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 from piper.ir.sharding import Shard

@@ -19,8 +19,7 @@ from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.refusal_hints import HINT, hint_for
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
-from piper.capture.trace.markers import collective, marker
-from piper.capture.trace.recording import FromParameter, Mode, Recording
+from piper.capture.trace.recording import FromParameter, Mode, Recording, collective, marker
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor, fx
 from torch.amp import autocast_mode
 
-from piper.capture.trace.cut import Cut
+from piper.capture.trace.cut import Cut, Regions
 from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
-from piper.capture.trace.markers import OWN_ROWS, how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
-from piper.capture.trace.recording import FromBuffer, FromParameter, Mode, Recording
-from piper.capture.trace.regions import Regions
+from piper.capture.trace.recording import OWN_ROWS, FromBuffer, FromParameter, Mode, Recording, how_of, marker
 from piper.capture.trace.segments import split_nodes
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import node_line

@@ -1,19 +1,30 @@
-"""Cuts the captured graph into chunks: as few as the regions allow, without a cycle between chunks."""
+"""Finds the region of each node, and cuts the graph into as few chunks as that allows, without a cycle."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
-from piper.capture.trace.functionalize import Entangled, value
+from piper.capture.trace.effects import draws
+from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
 from piper.capture.trace.graph_walks import ready_first
-from piper.capture.trace.markers import how_of, marker
-from piper.capture.trace.recording import Recording
-from piper.capture.trace.regions import Regions
+from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, how_of, live, marker
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
-from piper.ir.chunk import ChunkKind, Tags, region_name
+from piper.ir.chunk import AxisPosition, Batch, ChunkKind, Constant, Tags, region_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """The region in which every node runs."""
+
+    order: Mapping[fx.Node, int]  # position in the program
+    region_of: Mapping[fx.Node, Tags]  # of each node that runs in one place
+    copied: frozenset[fx.Node]  # made from state alone: every chunk that needs one makes its own
+    weights: frozenset[fx.Node]  # made from parameters alone: an expert region makes its own
+    areas: Mapping[fx.Node, fx.Node]  # nodes after a `route` up to and with its `unroute`, and that `route`
+    fixed: frozenset[fx.Node]  # the same for all samples
 
 
 @dataclass(slots=True)
@@ -145,3 +156,169 @@ def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, Gr
                 by=f"{group.write.name}{node_line(group.write)}",
                 hint="write x = x + y instead of x += y there, or clone the view first",
             )
+
+
+def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:
+    """Sort the nodes into regions."""
+    graph = recording.graph
+    needed = _needed(recording)
+    nodes = [node for node in graph.nodes if node.op != "placeholder" and node in needed]
+    order = {node: position for position, node in enumerate(nodes)}
+    tied = frozenset(node for group in entangled for node in group.nodes)
+
+    def anywhere(node: fx.Node) -> bool:
+        """Return whether a node may run on every device, with the same result."""
+        known = isinstance(value(node), Tensor | tuple | list) or node.op == "get_attr"
+        return known and marker(node) is None and node not in recording.bundles and node not in tied
+
+    def untrained(node: fx.Node) -> bool:
+        result = value(node)
+        return anywhere(node) and not (isinstance(result, Tensor) and result.requires_grad)
+
+    fixed = (FromBuffer, Constant, AxisPosition)
+    copied = _derived(recording, nodes, fixed, untrained)
+    weights = _derived(recording, nodes, (*fixed, FromParameter), anywhere) - copied
+    areas = _expert_areas(recording, nodes, copied | weights)
+    sunk: set[fx.Node] = set()  # made from parameters that only expert regions use: they move into those
+    for node in reversed(nodes):
+        if node in weights and node.users and all(user in areas or user in sunk for user in node.users):
+            sunk.add(node)
+    routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
+    # A marker has no code, so it cannot run its own copy of what it reads.
+    placed = [node for node in nodes if node in routed or (node not in copied and node not in sunk)]
+    region_of = _region_of(recording, placed)
+    crossing = _crossing(recording, nodes, weights - routed, region_of)
+    return Regions(
+        order=order,
+        region_of={node: region for node, region in region_of.items() if node not in crossing},
+        copied=copied | crossing,
+        weights=weights,
+        areas=areas,
+        fixed=_derived(recording, nodes, (*fixed, FromParameter), lambda node: True),
+    )
+
+
+def _needed(recording: Recording) -> set[fx.Node]:
+    """Return the nodes that run: what the results depend on, whole bundles, and what those read."""
+    wanted, needed = set(recording.results), set[fx.Node]()
+    while not wanted <= needed:
+        needed = live(recording.graph, wanted)
+        bundles = {recording.bundles[node] for node in needed if node in recording.bundles}
+        wanted |= {node for node, bundle in recording.bundles.items() if bundle in bundles}
+    return needed
+
+
+def _crossing(
+    recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], region_of: Mapping[fx.Node, Tags]
+) -> frozenset[fx.Node]:
+    """Return the nodes made from parameters alone that another region than their own reads.
+
+    Every region that reads one makes its own copy from the parameters, which are then tied: a value without
+    samples has no slices, so it could not travel between sets of devices of different sizes.
+    """
+    readers: dict[fx.Node, set[Tags]] = {}
+    for node in reversed(nodes):
+        if node in weights:
+            own = ({region_of[user]} for user in node.users if user in region_of and user not in readers)
+            readers[node] = set().union(*own, *(readers.get(user, ()) for user in node.users))
+    return frozenset(
+        node
+        for node, regions in readers.items()
+        if node in region_of and node not in recording.results and regions - {region_of[node]}
+    )
+
+
+def _derived(
+    recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], counts: Callable[[fx.Node], bool]
+) -> frozenset[fx.Node]:
+    """Return the nodes that depend on inputs of these kinds alone: none draws, or reads what is written.
+
+    counts: whether a node, and what depends on it, counts.
+    """
+    written = written_memory(nodes)
+    known = {
+        node
+        for node, origin in recording.origins.items()
+        if isinstance(origin, kinds) and memory_of(node) not in written
+    }
+    inputs = frozenset(known)
+    for node in nodes:
+        if all(source in known for source in node.all_input_nodes) and not draws(node) and counts(node):
+            known.add(node)
+    return frozenset(known - inputs)
+
+
+def _expert_areas(
+    recording: Recording, nodes: list[fx.Node], everywhere: frozenset[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return the nodes between each `route` and its `unroute`, each with its `route`.
+
+    These are the nodes that depend on routed rows.
+    """
+    anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
+    anywhere |= everywhere
+    routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it
+    area: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        reads = [source for source in node.all_input_nodes if source not in anywhere]
+        routes = {routed[source] for source in reads if source in routed}
+        if _is_result_of_route(node):
+            routed[node] = reads[0]
+        elif marker(node) == "unroute":
+            rows, counts = node.all_input_nodes[:2]
+            if not _is_result_of_route(counts) or routed.get(rows) is not routed[counts]:
+                raise CaptureError(
+                    "these rows and counts do not come from one route",
+                    by=f"unroute{node_line(node)}",
+                    hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made "
+                    "from rows",
+                )
+            area[node] = routed[counts]
+        elif routes:
+            outside = [source for source in reads if source not in routed]
+            if outside or len(routes) > 1 or marker(node) or node in recording.results:
+                raise _leaves_area(node, outside)
+            routed[node] = area[node] = routes.pop()
+    return area
+
+
+def _is_result_of_route(node: fx.Node) -> bool:
+    return node.target is operator.getitem and marker(node.all_input_nodes[0]) == "route"
+
+
+def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
+    if outside:
+        fact = {"uses": f"{outside[0].name}{node_line(outside[0])}, which was not routed"}
+        hint = "route it with the rows, or use it after unroute: the rows may be on another device"
+    else:
+        fact = {"uses": "rows of a route that has not been unrouted"}
+        hint = "call unroute before anything else uses what route returned"
+    return CaptureError(
+        "what lies between route and unroute must come from the rows, the counts and the weights",
+        by=f"{node.name}{node_line(node)}",
+        facts=fact,
+        hint=hint,
+    )
+
+
+def _region_of(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags]:
+    """Give nodes outside every annotation the region of their producers, else of their users."""
+    region_of = {node: recording.tags[node] for node in nodes if recording.tags[node]}
+    loss = recording.results[0]
+    first: dict[Tags, int] = {}
+    for position, node in enumerate(nodes):
+        if node in region_of:
+            first.setdefault(region_of[node], position)
+    for node in nodes:
+        if node not in region_of:
+            producers = [region_of[source] for source in node.all_input_nodes if source in region_of]
+            if producers:
+                region_of[node] = max(producers, key=first.__getitem__)
+    for node in reversed(nodes):
+        if node not in region_of:
+            users = [region_of[user] for user in node.users if user in region_of]
+            # What nothing reads is a result, and runs where the loss does.
+            region_of[node] = (
+                min(users, key=lambda tags: first.get(tags, 0)) if users else region_of.get(loss, ())
+            )
+    return region_of

@@ -13,7 +13,7 @@ from piper.capture.shard import attention_rules
 from piper.capture.shard.compute_rules import POINTWISE
 from piper.capture.shard.draws import RULES as DRAWS
 from piper.capture.shard.rules import rules
-from piper.capture.trace.markers import collective
+from piper.capture.trace.recording import collective
 from tests.capture.shard.every_rule import DEVICES, LAYOUTS, SAMPLES, Report, judged, main, suite
 from tests.capture.shard.hand_samples import hand_samples
 
