@@ -134,11 +134,8 @@ class _Composer:
     def _forward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for position, node in joint.inputs.items():
             source = segment.inputs[position]
-            self._bind(
-                number,
-                node,
-                self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source],
-            )
+            actual = self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source]
+            self._bind(number, node, actual)
         for position, node in joint.params.items():
             self._bind(number, node, self.params[segment.params[position]])
         for position, node in joint.buffers.items():
@@ -146,14 +143,13 @@ class _Composer:
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)
+        copies = self.copies[number]
         for index, node in enumerate(joint.outputs):
-            self.between[SegmentOutput(segment=number, output=index)] = self.copies[number][
-                _without_copy(node)
-            ]
+            self.between[SegmentOutput(segment=number, output=index)] = copies[_without_copy(node)]
         for result, index in segment.returns.items():
-            self.outputs[result] = self.copies[number][joint.outputs[index]]
+            self.outputs[result] = copies[joint.outputs[index]]
         for position, node in joint.mutated.items():
-            self.mutated[segment.buffers[position]] = self.copies[number][node]
+            self.mutated[segment.buffers[position]] = copies[node]
 
     def _backward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for index, node in joint.tangents.items():

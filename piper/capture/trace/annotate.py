@@ -121,9 +121,7 @@ def _marked(forward: Callable[..., object], mark: dict[str, Mark]) -> Callable[.
     Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
     """
     wrap = traceback.annotate_fn(mark)
-    if isinstance(
-        forward, MethodType
-    ):  # `copy.deepcopy` binds a method to the copy, and keeps any other function
+    if isinstance(forward, MethodType):  # `copy.deepcopy` binds it to the copy, and keeps other functions
         return MethodType(wrap(forward.__func__), forward.__self__)
     return wrap(forward)
 

@@ -74,10 +74,9 @@ def record(
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
         captured = call.module
-        flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
-    tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), flat, strict=True))
+    tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), call.read, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
     return replace(recording, checkpoints=call.checkpoints)
@@ -88,6 +87,7 @@ class TracedCall:
     """The graph of one call, and what it does not show."""
 
     module: fx.GraphModule
+    read: Sequence[object]  # of each placeholder
     checkpoints: tuple[str, ...]  # the lines that call them
     left: Mapping[Place, Left]  # what the forward leaves behind
 
@@ -112,13 +112,13 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         noting_changes() as left,
     ):
         module = dynamo_graph_capture_for_export(step)(batch)
-    return TracedCall(module=module, checkpoints=tuple(checkpoints), left=left)
+    read = module.graph._codegen.process_inputs(batch)
+    return TracedCall(module=module, read=read, checkpoints=tuple(checkpoints), left=left)
 
 
 def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: TracedCall) -> None:
     """Trace a second call if the first changed something, and refuse one that computes something else."""
-    graph, changes = first.module.graph, first.left
-    read = graph._codegen.process_inputs(batch)
+    call, changes = first, first.left
     for _ in range(_LATER_CALLS if changes else 0):
         with entered_regions(), as_left(changes.values()):
             try:
@@ -126,10 +126,10 @@ def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: Traced
             except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
                 log.info("What the forward leaves behind is not checked: %s", reason(error))
                 return
-            read_later = later.module.graph._codegen.process_inputs(batch)
-        if same_calls(graph, later.module.graph, (read, read_later), tuple(changes.values()), step):
+        graphs = call.module.graph, later.module.graph
+        if same_calls(*graphs, (call.read, later.read), tuple(changes.values()), step):
             return
-        graph, read, changes = later.module.graph, read_later, after_another(changes, later.left)
+        call, changes = later, after_another(changes, later.left)
     if changes:
         raise left_behind(changes.values(), step)
 

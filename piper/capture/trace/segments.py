@@ -74,9 +74,7 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
     last: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         for source in node.all_input_nodes:
-            first.setdefault(
-                source, position if source in state else -1
-            )  # inputs are there from the beginning
+            first.setdefault(source, position if source in state else -1)  # inputs: from the beginning
             last[source] = position
     written = written_memory(nodes)
     trained: list[tuple[int, int, int]] = []  # values that need a gradient and go on past positions
