@@ -38,7 +38,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "build (fake)": ["piper.capture.trace.trace:build_fake"],
     "record": ["piper.capture.trace.trace:record"],
     "trace, cut": ["piper.capture.recordings:trace"],
-    "joint": ["piper.capture.autodiff.compose:Joints.of_piece"],
+    "joint": ["piper.capture.autodiff.differentiate:CodeCache._joint_of"],
     "partition": ["piper.capture.autodiff.differentiate:partition"],
     "remat": ["piper.capture.autodiff.differentiate:choose"],
     "costs": ["piper.capture.autodiff.code:cost_of"],

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -22,18 +21,6 @@ from piper.process.usercode import LINES
 
 _aten = torch.ops.aten
 PhaseCode = Callable[..., tuple[Tensor, ...]]
-
-
-class Code(Protocol):
-    """The code of one distinct chunk."""
-
-    def build(self, phase: Phase) -> PhaseCode:
-        """Make the callable of a phase."""
-        ...
-
-    def complete(self, chunk: Chunk) -> Chunk:
-        """Return a chunk that has this code with what its phases read, write and cost."""
-        ...
 
 
 class GraphCode:
@@ -101,6 +88,7 @@ class GraphCode:
         return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
 
     def complete(self, chunk: Chunk) -> Chunk:
+        """Return a chunk that has this code with what its phases read, write and cost."""
         partition, joint = self.partition, self.partition.joint
         kept, forward = [*partition.outputs, *partition.saved], partition.sections["F"]
         index, storages = _storages(kept, joint.sizes)
@@ -300,3 +288,6 @@ def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
     needed = upstream(results[index] for index in tangents)
     inputs = graph.find_nodes(op="placeholder")
     return {position for position, node in enumerate(inputs) if node in needed}
+
+
+Code = GraphCode | EagerCode  # of one distinct chunk

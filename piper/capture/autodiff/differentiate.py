@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.code import Code, EagerCode, GraphCode, PhaseCode
-from piper.capture.autodiff.compose import Joints
-from piper.capture.autodiff.joint import Joint, UntraceableError
+from piper.capture.autodiff.compose import Composer
+from piper.capture.autodiff.joint import Joint, UntraceableError, trace_joint
 from piper.capture.autodiff.partition import partition
 from piper.capture.autodiff.remat import Choice, choose
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
-from piper.capture.trace.piece import CapturedChunk
+from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
@@ -41,7 +41,7 @@ class CodeCache:
 
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.compiled = device, compiled
-        self.joints = Joints(device, decompose=compiled)
+        self.joints: dict[str, Joint] = {}  # of bodies, each distinct one traced once
         self.codes: dict[str, CompiledChunk] = {}
         self.checked: set[str] = set()  # keys of experts whose rows have been checked
 
@@ -66,12 +66,42 @@ class CodeCache:
         key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
         if key not in self.codes:
             try:
-                joint = self.joints.of_piece(piece, trained, tangents, ways)
+                joint = self._joint_of(piece, trained, tangents, ways)
                 self.codes[key] = self._code_of(key, joint, options)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
                 self.codes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
         return self.codes[key]
+
+    def _joint_of(
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
+    ) -> Joint:
+        """Return a piece's joint graph, joined from those of its segments if it has any."""
+        assert piece.body is not None
+        if not piece.segments:
+            return self._traced(piece.body, trained, tangents, ways)
+        joints: list[Joint] = []
+        wanted: set[SegmentOutput] = set()
+        for number, segment in reversed(list(enumerate(piece.segments))):
+            asked = {output for result, output in segment.returns.items() if result in tangents}
+            asked |= {value.output for value in wanted if value.segment == number}
+            own = [trained[position] for position in segment.params]
+            joint = self._traced(segment.body, own, sorted(asked), 1)
+            read = (segment.inputs[i] for i in joint.grad_inputs)
+            wanted |= {source for source in read if isinstance(source, SegmentOutput)}
+            joints.append(joint)
+        return Composer(piece, joints[::-1], tangents).run()
+
+    def _traced(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
+        experts = body.experts
+        any_rows = body if experts is None else replace(body, experts=replace(experts, rows=0))
+        key = structural_key(any_rows, trained, tangents, ways, self.device)
+        if key not in self.joints:
+            self.joints[key] = trace_joint(
+                body, trained, tangents, ways, self.device, decompose=self.compiled
+            )
+        joint = self.joints[key]  # of an expert region it serves any number of rows
+        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
 
     def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
         plain = partition(joint)

@@ -148,10 +148,8 @@ def _name_once(
     first = {id(module): path for path, module in modules.items()}
     for path, module in model.named_modules(remove_duplicate=False):
         for tag, entries in regions.items():
-            named = [
-                pattern for entry in entries for pattern in ([entry] if isinstance(entry, str) else entry)
-            ]
-            if path not in modules and path in named:
+            named = any(path in ([entry] if isinstance(entry, str) else entry) for entry in entries)
+            if path not in modules and named:
                 name = first[id(module)]
                 raise ConfigError(
                     f"{path!r} is the module that is called {name!r} too",
