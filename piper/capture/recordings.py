@@ -104,10 +104,7 @@ def shown_fields(fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> s
 
 
 def request_key(requests: Sequence[Request]) -> RequestKey:
-    """Return what requests ask as a key.
-
-    How many devices a region has does not matter, only which regions are arranged alike.
-    """
+    """Return what requests ask as a key: which regions are arranged alike, not how many devices they have."""
     meshes: dict[object, int] = {}
     return tuple(
         (
@@ -200,11 +197,9 @@ class Capturing:
         return self.recordings.differentiated[key]
 
     def _start_compilers(self, model: nn.Module) -> None:
-        """Start the processes that compile, so that they are ready when the model has been traced.
-
-        With an empty cache these compile kernels and, for a large model, graphs. Code that is in the cache
-        needs none of them, but the names of its files contain a digest of Triton.
-        """
+        """Start the processes that compile, so that they are ready when the model has been traced."""
+        # With an empty cache these compile kernels and, for a large model, graphs. Code that is in the cache
+        # needs none of them, but the names of its files contain a digest of Triton.
         if self.cache is None or self.recordings.device == "cpu":
             return
         from piper.capture.compile.inductor import read_triton  # with the compiler, which takes a second

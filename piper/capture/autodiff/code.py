@@ -27,11 +27,8 @@ class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
     def __init__(self, partition: Partition, *, compiled: bool = False, flat: bool = False) -> None:
-        """Build the code of a chunk.
-
-        compiled: it will be, so it costs what compiled code does. flat: its backward writes parameter
-        gradients into memory that the caller gives, where it can.
-        """
+        """Build a chunk's code. flat: its backward writes gradients into given memory, where it can."""
+        # compiled: it will be, so it costs what compiled code does
         self.partition, self.compiled = partition, compiled
         self.given: dict[Phase, tuple[int, ...]] = {}  # gradients of parameters written into given memory
         self.costs: dict[Phase, Cost] = {}
@@ -134,11 +131,9 @@ class GraphCode:
 
 
 def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]:
-    """Return which of a phase's parameter gradients can be written into given memory, by their positions.
-
-    These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
-    would be copied.
-    """
+    """Return which of a phase's parameter gradients can be written into given memory, by their positions."""
+    # These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
+    # would be copied.
     writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
     in_place = [

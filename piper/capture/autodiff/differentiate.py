@@ -49,16 +49,12 @@ class CodeCache:
         self,
         piece: CapturedChunk,
         *,
-        trained: Sequence[bool],
-        tangents: Sequence[int],
-        params: Sequence[TensorSpec],
+        trained: Sequence[bool],  # of each parameter, whether it has a gradient
+        tangents: Sequence[int],  # outputs that have a gradient
+        params: Sequence[TensorSpec],  # on one device
         options: CodeOptions,
     ) -> CompiledChunk:
-        """Return the code of a piece. Trace it if no equal piece has been traced.
-
-        trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
-        params: its parameters on one device.
-        """
+        """Return the code of a piece. Trace it if no equal piece has been traced."""
         assert piece.body is not None, "a marker has no code"
         budget, ways = options.budget, options.ways
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
@@ -135,10 +131,7 @@ class Captured:
     def build(
         self, wanted: Iterable[tuple[str, Phase]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Build the code of phases that have none yet, all together: equal graphs are compiled once.
-
-        meanwhile: work of the caller, which is done while other processes compile.
-        """
+        """Build phases that have no code yet, together. meanwhile: done while other processes compile."""
         with self.building, no_collection():
             missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
             phases = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
@@ -192,16 +185,11 @@ class Captured:
 @no_collection()
 def differentiate(
     traced: Traced,
-    options: Mapping[str, CodeOptions] | None = None,
-    cache: Cache | None = None,
-    known: CodeCache | None = None,
+    options: Mapping[str, CodeOptions] | None = None,  # by chunk; others have none
+    cache: Cache | None = None,  # of compiled code, of a trace with `compiled`; None: not compiled
+    known: CodeCache | None = None,  # the code of chunks that are differentiated already, which grows
 ) -> Captured:
-    """Split every chunk into F, B, BI and BW.
-
-    options: by chunk; those that are not named have none.
-    cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
-    known: the code of chunks that are differentiated already, which grows.
-    """
+    """Split every chunk into F, B, BI and BW."""
     known = known or CodeCache(traced.device, compiled=traced.compiled)
     return replace(_Differentiator(traced, options or {}, known).run(), cache=cache)
 
@@ -222,10 +210,7 @@ class _Differentiator:
         self.choices: dict[str, Choice] = {}
 
     def run(self) -> Captured:
-        """Differentiate the chunks from the loss back to the first.
-
-        A chunk then knows which of its outputs need a gradient.
-        """
+        """Differentiate chunks from the last to the first: each then knows which outputs need a gradient."""
         outline = self.traced.outline
         self.wanted[outline.loss.chunk].add(outline.loss.index)
         done: list[Chunk] = []

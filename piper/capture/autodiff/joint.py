@@ -55,12 +55,9 @@ def trace_joint(
     ways: int,
     device: torch.device,
     *,
-    decompose: bool = False,
+    decompose: bool = False,  # into what Inductor compiles, so that a partition sees what it will fuse
 ) -> Joint:
-    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs.
-
-    decompose: trace into the operations that Inductor compiles, so that a partition sees what it will fuse.
-    """
+    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs."""
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     # Nothing here calls the code of a graph module, and writing it takes a twentieth of the time.

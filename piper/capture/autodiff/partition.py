@@ -53,14 +53,10 @@ class _Needs:
 
 def partition(
     joint: Joint,
-    keep: Collection[fx.Node] | None = None,
-    writers: Mapping[fx.Node, fx.Node] | None = None,
+    keep: Collection[fx.Node] | None = None,  # values of the forward that may be saved; None: all
+    writers: Mapping[fx.Node, fx.Node] | None = None,  # recomputed values, and results made beside them
 ) -> Partition:
-    """Cut a joint graph into its phases.
-
-    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
-    that it needs. writers: values that are recomputed where a result of the backward is computed.
-    """
+    """Cut a joint graph into its phases. A backward recomputes the values that it needs and may not save."""
     return _Partitioner(joint, keep, writers or {}).run()
 
 
@@ -111,10 +107,8 @@ class _Partitioner:
         return [*placed, *(node for node in self._sorted(body) if node not in placed)]
 
     def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return the values that a phase writes again in the kernel of one of its own results.
-
-        A value that a recomputed operation of the forward reads from memory is needed before.
-        """
+        """Return the values that a phase writes again in the kernel of one of its own results."""
+        # A value that a recomputed operation of the forward reads from memory is needed before.
 
         def early(node: fx.Node) -> bool:
             return node in body and node not in self.backward
@@ -126,19 +120,14 @@ class _Partitioner:
         }
 
     def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the backward nodes that the roots need.
-
-        Where a node returns a tuple, include all its items, because phases exchange tensors.
-        """
+        """Return the backward nodes that roots need; of tuples all items, because phases exchange tensors."""
         needed = upstream(roots, self.backward.__contains__)
         tuples = [node for node in needed if isinstance(node.meta.get("val"), tuple | list)]
         return needed.union(user for node in tuples for user in node.users if user in self.backward)
 
     def _computed_by_inner(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
-        """Return the values that BI computes and BW need not compute again.
-
-        These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
-        """
+        """Return the values that BI computes and BW need not compute again."""
+        # These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
         computed = self._closure(inner)
         if self.keep is None:
             return computed
@@ -263,10 +252,7 @@ def _fills_memory(node: fx.Node) -> bool:
 
 
 def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the forward's casts of parameters.
-
-    If they were saved, each microbatch would hold a copy of the weights.
-    """
+    """Return the casts of parameters: were they saved, each microbatch would hold a copy of the weights."""
     params = set(joint.params.values())
     copied: set[fx.Node] = set()
     for node in joint.graph.nodes:

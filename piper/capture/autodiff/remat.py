@@ -112,11 +112,9 @@ class _Chooser:
         return recomputable(node) or node in self.casts or takes_one(node)
 
     def _fixed(self, node: fx.Node) -> bool:
-        """Return whether a value must not be recomputed: it is random, or a choice such as where a row goes.
-
-        A choice that is recomputed from numbers that differ in their last bit could come out differently.
-        Attention's integer results are no choice: they are the state of a generator that it does not use.
-        """
+        """Return whether a value must not be recomputed: it is random, or a choice, as where a row goes."""
+        # A choice that is recomputed from numbers that differ in their last bit could come out differently.
+        # Attention's integer results are no choice: they are the state of a generator that it does not use.
         if self._passes(node):
             return False
         if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
@@ -184,10 +182,7 @@ class _Writers:
         self.written: dict[fx.Node, list[fx.Node]] = {}  # by result: the values so far
 
     def find(self, values: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return, for each value that costs only one more write to recompute, the result it is written with.
-
-        values: forward values that a compiler can fuse, and that the backward reads from memory.
-        """
+        """Return the values that cost only one more write, each with the result it is written with."""
         writers: dict[fx.Node, fx.Node] = {}
         for value in values:
             wanted = {root for root, length in self.roots[value].items() if length >= self.length[value]}

@@ -40,10 +40,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """A folder of entries by name, which any number of processes may share.
-
-    An entry is complete or absent, also where several processes write it or one of them dies.
-    """
+    """A folder of entries. Each is complete or absent, where many processes write, or one dies as it does."""
 
     folder: Path = CACHE
     key: Path = KEY

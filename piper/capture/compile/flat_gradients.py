@@ -34,10 +34,7 @@ def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Sou
 
 
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
-    """Return a graph that writes some gradients into further arguments, and returns its other results.
-
-    Its last argument says whether it adds them to what is there.
-    """
+    """Write some gradients into further arguments, or add them if the last one says so; return the others."""
     outputs, graph, copies = _outputs(module), fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(module.graph, copies)
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
@@ -123,10 +120,8 @@ class FlatPhase(CompiledPhase):
     def boxed_into(
         self, arguments: list[Tensor], targets: Sequence[Tensor], *, add: bool = False
     ) -> list[Tensor]:
-        """Call the code with arguments in a list, which it empties. Return all results, the targets too.
-
-        add: the targets hold sums, to which gradients are added. Else they are overwritten.
-        """
+        """Call the code with arguments in a list, which it empties. Return all results, the targets too."""
+        # add: the targets hold sums, to which gradients are added. Else they are overwritten.
         arguments += (*targets, self.flags[add])
         results = list(self.inner(arguments))
         for place, target in zip(self.results, targets, strict=True):

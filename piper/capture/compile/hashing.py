@@ -16,12 +16,9 @@ def structural_key(
     tangents: Sequence[int],
     ways: int,
     device: torch.device,
-    variant: str = "",
+    variant: str = "",  # the settings by which the code is made from the body
 ) -> str:
-    """Return a hash of all that decides a body's code. Parameters count by shape, not by name.
-
-    variant: the settings by which the code is made from the body. Empty: the default ones.
-    """
+    """Return a hash of all that decides a body's code. Parameters count by shape, not by name."""
     lines = [f"{body.experts} / {ways} on {device}"]
     for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
         for tensor in tensors:
@@ -41,10 +38,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:
-    """Yield operations as text: each with its arguments, without the names that the trace chose.
-
-    numbers: of the values from outside; those of the operations are added.
-    """
+    """Yield operations as text, without names that the trace chose, and add them to numbered values."""
     for node in nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]

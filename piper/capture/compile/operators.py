@@ -42,11 +42,9 @@ def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tens
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute silu from the sigmoid that its gradient reads too.
-
-    Inductor's own divides where this multiplies, and by an exact exponential. Where a kernel rounds what
-    it computes to fp8 as well, these two are most of its time.
-    """
+    """Compute silu from the sigmoid that its gradient reads too."""
+    # Inductor's own divides where this multiplies, and by an exact exponential. Where a kernel rounds what
+    # it computes to fp8 as well, these two are most of its time.
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide * wide.sigmoid()).to(x.dtype)
 
@@ -77,12 +75,10 @@ embedding_grad_into = torch.ops.piper.embedding_grad_into.default
 
 
 def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
-    """Write left^T right into given memory, or add it. Inductor would copy that of `aten.mm.out`.
-
-    Both have rows in their last axis. They become matrices here, because for a view of a fused result
-    Inductor computes that result once more.
-    add: on the host, so that one compiled graph does both and no device is waited for.
-    """
+    """Write left^T right into given memory, or add it. Inductor would copy that of `aten.mm.out`."""
+    # Both have rows in their last axis. They become matrices here, because for a view of a fused result
+    # Inductor computes that result once more. `add` is on the host, so that one compiled graph does both and
+    # no device is waited for.
     columns, rows = left.flatten(0, -2).t(), right.flatten(0, -2)
     if out.dtype is columns.dtype:
         out.addmm_(columns, rows) if add.item() else torch.mm(columns, rows, out=out)
@@ -96,10 +92,8 @@ def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
 
 
 def _embedding_grad_into(grad: Tensor, rows: Tensor, out: Tensor, add: Tensor, padding: int) -> None:
-    """Write the gradient of an embedding's table into given memory, or add the rows that were read.
-
-    In the same order each time: on a GPU `index_put_` sorts rows, where `index_add_` takes any order.
-    """
+    """Write the gradient of an embedding's table into given memory, or add the rows that were read."""
+    # In the same order each time: on a GPU `index_put_` sorts rows, where `index_add_` takes any order.
     places, given = rows.reshape(-1), grad.reshape(-1, *grad.shape[rows.dim() :]).to(out.dtype)
     if padding >= 0:
         given = given.masked_fill((places == padding).unsqueeze(-1), 0.0)

@@ -91,12 +91,9 @@ def compile_phases(
     asked: Mapping[PhaseKey, Source],
     cache: Cache,
     servers: CompileServers,
-    meanwhile: Callable[[], None],
+    meanwhile: Callable[[], None],  # called while servers compile, before anything is compiled here
 ) -> dict[PhaseKey, CompiledPhase]:
-    """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once.
-
-    meanwhile: is called while servers compile, or before anything is compiled here.
-    """
+    """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once."""
     graphs: dict[str, Source] = {}
     cuts: dict[PhaseKey, tuple[Source, Sequence[PhasePiece], Sequence[str]]] = {}  # with names of code
     flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
@@ -191,10 +188,7 @@ def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
 
 
 def plain(node: fx.Node) -> bool:
-    """Return whether an operation can move into a module of its own: a call that changes no value.
-
-    A product that is written into given memory is read by nothing else.
-    """
+    """Return whether an operation can move into a module of its own: a call that changes no value."""
     if node.op != "call_function":
         return False
     if node.target is mm_into:

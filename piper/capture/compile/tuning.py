@@ -29,10 +29,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def tuning_in(folder: Path) -> Iterator[list[Path]]:
-    """Let kernels that are loaded inside read and write their fastest forms in a folder.
-
-    Yield a list, to which the files of the kernels are added that have not been measured yet.
-    """
+    """Let kernels keep their fastest forms in a folder. Yield the files of those not measured yet."""
     unmeasured: list[Path] = []
     recheck: Callable[..., None] = CachingAutotuner.recheck_autotune_cache
 

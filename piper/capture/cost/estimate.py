@@ -52,15 +52,11 @@ def cost_of(
     section: Section,
     sizes: SymbolicSizes,
     *,
-    compiled: bool = False,
-    lasting: Collection[fx.Node] = (),
-    given: Collection[fx.Node] = (),
+    compiled: bool = False,  # cheap operations are fused: values between them need no memory
+    lasting: Collection[fx.Node] = (),  # values that a later phase reads again
+    given: Collection[fx.Node] = (),  # results whose memory is there from the start
 ) -> Cost:
-    """Add up the operations of a phase.
-
-    compiled: a compiler fuses cheap operations with their readers, so the values between them need no memory.
-    lasting: values that a later phase reads again. given: results whose memory is there from the start.
-    """
+    """Add up the operations of a phase."""
     fleeting = _fleeting(section) if compiled else None
     groups: list[Sequence[fx.Node]] = [[node] for node in section.body if _computes(node)]
     if fleeting is not None:
@@ -97,10 +93,8 @@ def _fleeting(section: Section) -> set[int]:
 
 
 def _one_hot(node: fx.Node) -> bool:
-    """Return whether a node writes one number into each row of a constant, as the gradient of a loss does.
-
-    Inductor computes such a result from the places, where it is read.
-    """
+    """Return whether a node writes one number into each row of a constant, as the gradient of a loss does."""
+    # Inductor computes such a result from the places, where it is read.
     if node.target is not _aten.scatter.value:
         return False
     start, axis, places = node.args[:3]
@@ -145,11 +139,9 @@ def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
 
 
 def _attention_flops(node: fx.Node, sizes: SymbolicSizes) -> int:
-    """Return the floating-point operations of attention: of all keys, where those skipped depend on data.
-
-    The forward has two products, scores and values. The backward has five, because it recomputes the scores.
-    Causal attention computes only the scores of earlier tokens.
-    """
+    """Return the floating-point operations of attention: of all keys, where those skipped depend on data."""
+    # The forward has two products, scores and values. The backward has five: it recomputes the scores.
+    # Causal attention computes only the scores of earlier tokens.
     named = [argument(node, name) for name in ("query", "key", "value")]
     operands = [
         each for each in (node.args[:3] if node.target in FLEX else named) if isinstance(each, fx.Node)

@@ -91,10 +91,8 @@ def _inside(node: fx.Node, sizes: SymbolicSizes) -> int:
 
 
 def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
-    """Return the position in the body after which each operation has read its arguments.
-
-    An operation whose result has no memory is fused into its readers, and reads its arguments there.
-    """
+    """Return the position in the body after which each operation has read its arguments."""
+    # An operation whose result has no memory is fused into its readers, and reads its arguments there.
     last_reads: dict[fx.Node, int] = {}
     for position in reversed(range(len(body))):
         node = body[position]
@@ -105,11 +103,9 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
 
 
 def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int]) -> dict[int, int]:
-    """Return, by storage, the position of the last result of a kernel that makes several.
-
-    Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
-    depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
-    """
+    """Return, by storage, the position of the last result of a kernel that makes several."""
+    # Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
+    # depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
     place = {node: position for position, node in enumerate(body)}
     readers = _fused_readers(body, fleeting)
     results = dict.fromkeys(node for nodes in readers.values() for node in nodes)

@@ -78,10 +78,7 @@ def annotate(tag: str) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _next_mark(tag: str) -> Mark:
-    """Return a mark that is larger than all earlier ones.
-
-    This runs while tracing, so each iteration of a loop gets its own mark.
-    """
+    """Return a mark larger than all earlier ones, while tracing: each iteration of a loop gets its own."""
     mark = (time.perf_counter_ns(), 0)
     regions = _ENTERED.get()
     # A higher-order operation is one node of the graph, so no region begins within its body.

@@ -94,10 +94,7 @@ class _Groups:
         return group
 
     def fitting(self, tags: Tags, sources: set[int]) -> GrowingChunk:
-        """Return the latest group of a region that a reader of `sources` can join, or a new one.
-
-        A group can be joined where that makes no cycle between groups.
-        """
+        """Return the latest group that a reader of `sources` can join without a cycle, or a new one."""
         for group in reversed(self.by_tags.get(tags, [])):
             others = sources - {group.number}
             if not any(self.all[other].behind >> group.number & 1 for other in others):
@@ -125,10 +122,7 @@ class _Groups:
 
 
 def _named(groups: list[GrowingChunk]) -> list[Cut]:
-    """Name each chunk by its region: `PP=0`, its second piece `PP=0 #1`, a marker `PP=0 EP=0 route`.
-
-    A collective is a region of its own, counted along its axis: `PP=0 TP=3`.
-    """
+    """Name chunks: `PP=0`, a second piece `PP=0 #1`, a marker `PP=0 EP=0 route`, a collective `PP=0 TP=3`."""
     taken: dict[str, int] = {}
     collectives: dict[str, int] = {}
     cuts = []
@@ -211,11 +205,9 @@ def _needed(recording: Recording) -> set[fx.Node]:
 def _crossing(
     recording: Recording, nodes: list[fx.Node], weights: frozenset[fx.Node], region_of: Mapping[fx.Node, Tags]
 ) -> frozenset[fx.Node]:
-    """Return the nodes made from parameters alone that another region than their own reads.
-
-    Every region that reads one makes its own copy from the parameters, which are then tied: a value without
-    samples has no slices, so it could not travel between sets of devices of different sizes.
-    """
+    """Return the nodes made from parameters alone that another region than their own reads."""
+    # Every region that reads one makes its own copy from the parameters, which are then tied: a value without
+    # samples has no slices, so it could not travel between sets of devices of different sizes.
     readers: dict[fx.Node, set[Tags]] = {}
     for node in reversed(nodes):
         if node in weights:
@@ -251,10 +243,7 @@ def _derived(
 def _expert_areas(
     recording: Recording, nodes: list[fx.Node], everywhere: frozenset[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Return the nodes between each `route` and its `unroute`, each with its `route`.
-
-    These are the nodes that depend on routed rows.
-    """
+    """Return the nodes that depend on routed rows, up to and with the `unroute`, each with its `route`."""
     anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
     anywhere |= everywhere
     routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it

@@ -105,10 +105,7 @@ def _drops_between_layers(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, name: str, default: Argument = None) -> Argument:
-    """Return an argument of a function by name, whether it was passed by position or by keyword.
-
-    default: where it was not passed. An operation of ATen has its own, if it has that parameter.
-    """
+    """Return an argument by name, passed by position or by keyword; else ATen's default, or the given one."""
     if name in node.kwargs:
         return node.kwargs[name]
     known: Mapping[str, Argument] = {}

@@ -58,10 +58,7 @@ class LossModule(nn.Module):
 def record(
     model: nn.Module, loss: LossFn, batch: dict[str, Tensor], *, forward_only: bool = False
 ) -> Recording:
-    """Trace `loss(model, batch)`, all of it, into one graph.
-
-    forward_only: nothing is trained, so the loss need not depend on a trainable parameter.
-    """
+    """Trace `loss(model, batch)`, all of it, into one graph. forward_only: nothing is trained."""
     step = LossModule(model, loss)
     with quiet() as warned, entered_regions() as entered:
         try:
@@ -135,11 +132,9 @@ def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: Traced
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
-    """Return the error of ours that a loss raised, such as one of `piper.losses`. None: it raised none.
-
-    Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs again without
-    it, on the same fakes.
-    """
+    """Return the error of ours that a loss raised, such as one of `piper.losses`. None: it raised none."""
+    # Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs again without
+    # it, on the same fakes.
     traced = [frame.filename for frame in getattr(error, "real_stack", None) or ()]
     if not traced or traced[-1] != errors.__file__:
         return None
@@ -151,10 +146,8 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str], left: Mapping[Place, Left]) -> None:
-    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost.
-
-    `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
-    """
+    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    # `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
     modules = dict(model.named_modules(remove_duplicate=False))
     for named in re.finditer(
         r"((?:\._modules\['[^']+'\])+)\.(_buffers|_parameters)\b(\[)?", "\n".join(warnings)

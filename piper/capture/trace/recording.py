@@ -85,11 +85,8 @@ class Recording:
 def number_regions(
     marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
 ) -> dict[fx.Node, Tags]:
-    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
-
-    regions: all that were entered or listed. A region without operations counts too, so that indices agree
-    with the user's count.
-    """
+    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made."""
+    # A region without operations counts too, so that indices agree with the user's count.
     seen: dict[str, set[Mark]] = {}
     for region in regions:
         seen.setdefault(PREFIX + region.tag, set()).add(region.mark)

@@ -46,10 +46,7 @@ def check_prediction(returned: object, samples: int) -> None:
 
 
 def returned_by_loss(returned: object) -> Returned:
-    """Read what a loss returned: `loss`, `(sum, weight)`, `(loss, metrics)` or `((sum, weight), metrics)`.
-
-    Raise a CaptureError where it is something else.
-    """
+    """Read what a loss returned: `loss`, `(sum, weight)`, `(loss, metrics)` or `((sum, weight), metrics)`."""
     metrics: Mapping[str, tuple[object, object]] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         metrics = checked_metrics(returned[1])

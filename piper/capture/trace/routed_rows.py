@@ -39,10 +39,8 @@ UNSHARDED = "it looks up a number of an expert, of which each device has its own
 
 
 def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
-    """Refuse an operation of an expert region that depends on which rows and experts a device has.
-
-    sharded: it has some of the experts. apart: it has some of an expert's rows only, or others beside them.
-    """
+    """Refuse an operation of an expert region that depends on which rows and experts a device has."""
+    # sharded: it has some of the experts. apart: it has some of an expert's rows only, or others beside them.
     experts = body.experts
     assert experts is not None, "only expert regions have routed rows"
 
