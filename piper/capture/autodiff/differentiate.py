@@ -326,22 +326,21 @@ def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
             )
 
 
+def _of_length(spec: TensorSpec, length: int) -> TensorSpec:
+    """Return the spec of a tensor with another first axis."""
+    nbytes = spec.nbytes // max(spec.shape[0], 1) * length
+    return replace(spec, shape=(length, *spec.shape[1:]), nbytes=nbytes)
+
+
 def _fewer(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     """Return what one device has of a tensor with one entry for each expert: its share, and clones."""
-    if not spec.shape:
-        return spec
-    here = spec.shape[0] // experts.ways + experts.clones
-    nbytes = spec.nbytes // spec.shape[0] * here if experts.clones else spec.nbytes // experts.ways
-    return replace(spec, shape=(here, *spec.shape[1:]), nbytes=nbytes)
+    return _of_length(spec, spec.shape[0] // experts.ways + experts.clones) if spec.shape else spec
 
 
 def _received(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     """Return the rows that one device receives: as many as are sent evenly, or a block from each device."""
     block = block_rows(spec.shape[0], experts.ways, experts.capacity) if spec.dynamic_rows else 0
-    if not block:
-        return spec
-    rows = block * experts.ways
-    return replace(spec, shape=(rows, *spec.shape[1:]), nbytes=spec.nbytes // spec.shape[0] * rows)
+    return _of_length(spec, block * experts.ways) if block else spec
 
 
 def _on_devices(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:

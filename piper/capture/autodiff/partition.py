@@ -119,16 +119,13 @@ class _Partitioner:
             if value in body and result in body and not any(memory_readers(value, early))
         }
 
-    def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the backward nodes that roots need; of tuples all items, because phases exchange tensors."""
-        needed = upstream(roots, self.backward.__contains__)
-        tuples = [node for node in needed if isinstance(node.meta.get("val"), tuple | list)]
-        return needed.union(user for node in tuples for user in node.users if user in self.backward)
-
     def _computed_by_inner(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the values that BI computes and BW need not compute again."""
         # These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
-        computed = self._closure(inner)
+        needed = upstream(inner, self.backward.__contains__)
+        tuples = [node for node in needed if isinstance(node.meta.get("val"), tuple | list)]
+        # Phases exchange tensors: of a tuple all items are computed.
+        computed = needed.union(user for node in tuples for user in node.users if user in self.backward)
         if self.keep is None:
             return computed
         computed |= {value for value, result in self.writers.items() if result in computed}

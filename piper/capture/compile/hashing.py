@@ -1,6 +1,7 @@
 """Names code by what it does, so that identical stages are traced and compiled once."""
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -55,10 +56,7 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if node.op == "placeholder":
         return ""
     if node.op == "get_attr":  # the body of a higher-order operation
-        value: object = root
-        for attribute in str(node.target).split("."):
-            value = getattr(value, attribute)
-        match value:
+        match value := operator.attrgetter(str(node.target))(root):
             case fx.GraphModule():
                 return str(value.graph)
             case Tensor() if not isinstance(value, FakeTensor):

@@ -1,6 +1,7 @@
 """Records one forward and loss as a single graph, with the region and mode of each call."""
 
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -224,7 +225,11 @@ class _GraphCopier:
         if not returned.predicts:
             _check_results(results, forward_only)
         if returned.metrics:
-            results = (*results, self._packed(returned.metrics, results[0].meta["example_value"]))
+            loss = results[0].meta["example_value"]
+            with loss.fake_mode:  # all sums and weights in one tensor of float64
+                pairs = returned.metrics.items()
+                numbers = [self._number(name, number, loss) for name, pair in pairs for number in pair]
+                results = (*results, self._call(torch.stack, numbers))
         marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}
         return Recording(
             graph=self.graph,
@@ -267,9 +272,7 @@ class _GraphCopier:
 
     def _attribute(self, node: fx.Node) -> None:
         """Read a tensor as a constant; keep the graph that a higher-order operation runs."""
-        attribute: object = self.captured
-        for name in str(node.target).split("."):
-            attribute = getattr(attribute, name)
+        attribute = operator.attrgetter(str(node.target))(self.captured)
         if isinstance(attribute, Tensor):
             self._input(node, attribute)
         else:
@@ -309,12 +312,6 @@ class _GraphCopier:
             return self.copies[value]
         return self._input(fx.Graph().placeholder("result"), value)
 
-    def _packed(self, metrics: Mapping[str, tuple[object, object]], loss: FakeTensor) -> fx.Node:
-        """Add nodes that put the sum and the weight of every metric into one tensor of float64."""
-        with loss.fake_mode:
-            numbers = [self._number(name, number, loss) for name, pair in metrics.items() for number in pair]
-            return self._call(torch.stack, numbers)
-
     def _number(self, name: str, number: object, loss: FakeTensor) -> fx.Node:
         """Return the node of a metric's sum or weight, which may be a Python number."""
         if isinstance(number, int | float):
@@ -336,11 +333,8 @@ class _GraphCopier:
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
     """Return the name under which a module holds an unregistered value. None: no module holds it."""
-    for path, owner in module.named_modules():
-        for name, attribute in vars(owner).items():
-            if attribute is value:
-                return f"{path}.{name}".removeprefix("model.")
-    return None
+    held = ((path, name) for path, m in module.named_modules() for name in vars(m) if vars(m)[name] is value)
+    return next((f"{path}.{name}".removeprefix("model.") for path, name in held), None)
 
 
 def _registered(attribute: str) -> str:
