@@ -49,7 +49,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "build phases": ["piper.capture.autodiff.code:GraphCode.build"],
     "find layers": ["piper.capture.compile.phases:pieces_of"],
     "hash": ["piper.capture.compile.phases:name_of"],
-    "send graphs": ["piper.capture.compile.servers:CompileServers.compile"],
+    "send graphs": ["piper.capture.compile.servers:Compilation.__init__"],
     "wait for servers": ["piper.capture.compile.servers:Compilation.wait"],
     "Inductor": ["piper.capture.compile.inductor:standalone_compile"],
     "kernels": ["torch._inductor.async_compile:AsyncCompile.wait"],

@@ -20,7 +20,7 @@ from piper.capture.compile.flat_gradients import flat_phase, source_in_place
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.inductor import Compiled, CompiledPhase, Source, compiled, loaded, name_of
 from piper.capture.compile.operators import mm_into
-from piper.capture.compile.servers import CompileServers, start_kernel_compilers
+from piper.capture.compile.servers import Compilation, CompileServers, start_kernel_compilers
 from piper.capture.trace.graph_walks import RepeatedRun, interval_sums, repeated_runs
 from piper.ir.chunk import Phase
 
@@ -130,7 +130,7 @@ def _compile_all(
         log.info(what, extra={"done": number - 1, "total": len(missing)})
 
     try:
-        compilation = servers.compile(missing, cache, report)
+        compilation = Compilation(servers.processes, missing, cache, report)
         meanwhile()
         for name in compilation.take():
             codes[name] = compiled(name, missing[name], cache)

@@ -100,12 +100,6 @@ class CompileServers:
             )
         weakref.finalize(self, end, self.processes)
 
-    def compile(
-        self, graphs: Mapping[str, "Source"], cache: Cache, report: Callable[[str], None]
-    ) -> "Compilation":
-        """Begin to compile graphs, the largest first. report: is called with the name of each that begins."""
-        return Compilation(self.processes, graphs, cache, report)
-
     def close(self) -> None:
         """End all servers. Idempotent."""
         end(self.processes)
@@ -121,6 +115,7 @@ class Compilation:
         cache: Cache,
         report: Callable[[str], None],
     ) -> None:
+        """Begin to compile graphs, the largest first. report: is called with the name of each that begins."""
         self.report, self.taking = report, Lock()
         self.shared: Queue[str] = Queue()  # graphs that servers may take
         self.own: list[str] = []  # those that cannot be sent

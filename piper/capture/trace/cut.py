@@ -27,34 +27,24 @@ class Regions:
     fixed: frozenset[fx.Node]  # the same for all samples
 
 
-@dataclass(slots=True)
-class GrowingChunk:
-    """The nodes of one chunk, while it grows."""
+@dataclass(slots=True, eq=False)
+class Cut:
+    """One chunk: a name, a region and the nodes that run in it. It grows while the graph is cut."""
 
     tags: Tags
     kind: ChunkKind
     number: int
     nodes: list[fx.Node] = field(default_factory=list)
-    sources: set[int] = field(default_factory=set)  # groups whose results this one reads
-    behind: int = 0  # bit i: this group runs after group i, directly or not; its own bit too
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """One chunk: a name, a region and the nodes that run in it."""
-
-    name: str
-    tags: Tags
-    kind: ChunkKind
-    nodes: tuple[fx.Node, ...]
+    sources: set[int] = field(default_factory=set)  # cuts whose results this one reads
+    behind: int = 0  # bit i: this one runs after cut i, directly or not; its own bit too
+    name: str = ""
 
 
 def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) -> list[Cut]:
     """Cut the graph; the chunks come in an order in which they can run."""
     groups = _Groups()
-    placed: dict[fx.Node, GrowingChunk] = {}
-    bundles: dict[int, GrowingChunk] = {}
-    route_of: dict[fx.Node, GrowingChunk] = {}
+    placed: dict[fx.Node, Cut] = {}
+    together: dict[int | fx.Node, Cut] = {}  # of each bundle, and of what lies behind each route
     for node in sorted(regions.region_of, key=regions.order.__getitem__):
         sources = {placed[source].number for source in node.all_input_nodes if source in placed}
         holder = node.args[0] if node.target is operator.getitem else None
@@ -63,37 +53,37 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
             group = placed[holder]  # chunks exchange tensors: the parts of a tuple stay with it
         elif kind := marker(node):
             group = groups.new(regions.region_of[node], kind)
-        elif route := regions.areas.get(node):
-            if route not in route_of:
-                route_of[route] = groups.new(regions.region_of[route], "expert")
-            group = route_of[route]
-        elif bundle := recording.bundles.get(node):
-            if bundle not in bundles:
-                bundles[bundle] = groups.new(regions.region_of[node], "compute")
-            group = bundles[bundle]
+        elif whole := regions.areas.get(node) or recording.bundles.get(node):
+            if whole not in together:
+                routed = isinstance(whole, fx.Node)
+                region = regions.region_of[whole if isinstance(whole, fx.Node) else node]
+                together[whole] = groups.new(region, "expert" if routed else "compute")
+            group = together[whole]
         else:
             group = groups.fitting(regions.region_of[node], sources)
         groups.add(group, node, sources)
         placed[node] = group
     _check_entangled(entangled, placed)
-    return _named(groups.sorted(regions.order))
+    cuts = groups.sorted(regions.order)
+    _name(cuts)
+    return cuts
 
 
 class _Groups:
     """Groups of nodes, and which run after which."""
 
     def __init__(self) -> None:
-        self.all: list[GrowingChunk] = []
-        self.by_tags: dict[Tags, list[GrowingChunk]] = {}
+        self.all: list[Cut] = []
+        self.by_tags: dict[Tags, list[Cut]] = {}
 
-    def new(self, tags: Tags, kind: ChunkKind) -> GrowingChunk:
-        group = GrowingChunk(tags, kind, len(self.all), behind=1 << len(self.all))
+    def new(self, tags: Tags, kind: ChunkKind) -> Cut:
+        group = Cut(tags, kind, len(self.all), behind=1 << len(self.all))
         self.all.append(group)
         if kind == "compute":
             self.by_tags.setdefault(tags, []).append(group)
         return group
 
-    def fitting(self, tags: Tags, sources: set[int]) -> GrowingChunk:
+    def fitting(self, tags: Tags, sources: set[int]) -> Cut:
         """Return the latest group that a reader of `sources` can join without a cycle, or a new one."""
         for group in reversed(self.by_tags.get(tags, [])):
             others = sources - {group.number}
@@ -101,7 +91,7 @@ class _Groups:
                 return group
         return self.new(tags, "compute")
 
-    def add(self, group: GrowingChunk, node: fx.Node, sources: set[int]) -> None:
+    def add(self, group: Cut, node: fx.Node, sources: set[int]) -> None:
         group.nodes.append(node)
         fresh = sources - {group.number} - group.sources
         group.sources |= fresh
@@ -113,7 +103,7 @@ class _Groups:
                 if other.behind >> group.number & 1:
                     other.behind |= behind
 
-    def sorted(self, order: Mapping[fx.Node, int]) -> list[GrowingChunk]:
+    def sorted(self, order: Mapping[fx.Node, int]) -> list[Cut]:
         """Return the groups in topological order. Groups that could run at once keep program order."""
         by_place = sorted(self.all, key=lambda group: order[group.nodes[0]])
         numbers = ready_first({group.number: group.sources for group in by_place})
@@ -121,12 +111,11 @@ class _Groups:
         return [self.all[number] for number in numbers]
 
 
-def _named(groups: list[GrowingChunk]) -> list[Cut]:
+def _name(cuts: Sequence[Cut]) -> None:
     """Name chunks: `PP=0`, a second piece `PP=0 #1`, a marker `PP=0 EP=0 route`, a collective `PP=0 TP=3`."""
     taken: dict[str, int] = {}
     collectives: dict[str, int] = {}
-    cuts = []
-    for group in groups:
+    for group in cuts:
         if group.kind == "collective":
             axis = how_of(group.nodes[0]).axis
             collectives[axis] = collectives.get(axis, -1) + 1
@@ -136,12 +125,10 @@ def _named(groups: list[GrowingChunk]) -> list[Cut]:
             name += f" {group.kind}"
         piece = taken.get(name, 0)
         taken[name] = piece + 1
-        full = f"{name} #{piece}" if piece else name
-        cuts.append(Cut(name=full, tags=group.tags, kind=group.kind, nodes=tuple(group.nodes)))
-    return cuts
+        group.name = f"{name} #{piece}" if piece else name
 
 
-def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, GrowingChunk]) -> None:
+def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, Cut]) -> None:
     for group in entangled:
         region_of = {placed[node].number for node in group.nodes if node in placed}
         if len(region_of) > 1:
@@ -294,10 +281,7 @@ def _region_of(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags
     """Give nodes outside every annotation the region of their producers, else of their users."""
     region_of = {node: recording.tags[node] for node in nodes if recording.tags[node]}
     loss = recording.results[0]
-    first: dict[Tags, int] = {}
-    for position, node in enumerate(nodes):
-        if node in region_of:
-            first.setdefault(region_of[node], position)
+    first = {tags: place for place, tags in enumerate(dict.fromkeys(region_of.values()), start=1)}
     for node in nodes:
         if node not in region_of:
             producers = [region_of[source] for source in node.all_input_nodes if source in region_of]
@@ -307,7 +291,6 @@ def _region_of(recording: Recording, nodes: list[fx.Node]) -> dict[fx.Node, Tags
         if node not in region_of:
             users = [region_of[user] for user in node.users if user in region_of]
             # What nothing reads is a result, and runs where the loss does.
-            region_of[node] = (
-                min(users, key=lambda tags: first.get(tags, 0)) if users else region_of.get(loss, ())
-            )
+            users = users or [region_of.get(loss, ())]
+            region_of[node] = min(users, key=lambda tags: first.get(tags, 0))
     return region_of
