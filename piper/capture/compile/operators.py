@@ -10,12 +10,10 @@ SPARSE = 16  # rows of a table for each that is read, from which on it is mostly
 
 @torch.library.custom_op("piper::embedding_grad", mutates_args=())
 def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
-    """Compute the gradient of an embedding's table.
-
-    Inductor's decomposition adds up in a float32 table that is then cast. For a bf16 table of a large
-    vocabulary that takes three times the memory, and most of the time of its region. Sorting the rows first,
-    as eager code does, needs no such table, but takes longer than a small table does.
-    """
+    """Compute the gradient of an embedding's table."""
+    # Inductor's decomposition adds up in a float32 table that is then cast. For a bf16 table of a large
+    # vocabulary that takes three times the memory, and most of the time of its region. Sorting the rows
+    # first, as eager code does, needs no such table, but takes longer than a small table does.
     small = length < SPARSE * rows.numel() and grad.dtype is not torch.float64 and not by_count
     if small and grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return through_table(grad, rows, length, padding)

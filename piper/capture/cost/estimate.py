@@ -250,10 +250,8 @@ def _over_rows(node: fx.Node) -> bool:
 def _bytes_moved(
     group: Sequence[fx.Node], makers: Mapping[int, fx.Node], sizes: SymbolicSizes, fleeting: Collection[int]
 ) -> int:
-    """Return the bytes that a kernel reads and writes: each storage once.
-
-    A value that is never allocated is computed again from what its producer, one of `makers`, reads.
-    """
+    """Return the bytes that a kernel reads and writes: each storage once."""
+    # A value that is never allocated is computed again from what its producer, one of `makers`, reads.
 
     def nbytes(tensor: Tensor) -> int:
         return min(sizes.nbytes(tensor), sizes.storage_bytes(tensor))  # an expanded one has more elements

@@ -145,11 +145,9 @@ class Assembler:
     def _emitted(
         self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]
     ) -> fx.Graph:
-        """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
-
-        What is read is copied before anything writes into it in place, with all its views, but for
-        buffers: their new values are results. A result that is written later is returned as it was.
-        """
+        """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`."""
+        # What is read is copied before anything writes into it in place, with all its views, but for buffers:
+        # their new values are results. A result that is written later is returned as it was.
         graph = fx.Graph()
         copies = {node: graph.placeholder(node.name) for node in reads}
         last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}

@@ -30,11 +30,9 @@ def split_nodes(
 
 
 def _starts(bounds: Sequence[int], labels: Sequence[int]) -> list[int]:
-    """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between.
-
-    Layers that repeat are a segment each, so that none is traced together with what is before and behind
-    all of them. There, and where nothing repeats, segments are as short as is worth it.
-    """
+    """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between."""
+    # Layers that repeat are a segment each, so that none is traced together with what is before and behind
+    # all of them. There, and where nothing repeats, segments are as short as is worth it.
     saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
     for run in repeated_runs(labels, range(1, min(LONGEST, len(labels) // 2) + 1)):
         size = bounds[run.start + run.period] - bounds[run.start]
