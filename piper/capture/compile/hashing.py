@@ -24,7 +24,9 @@ def structural_key(
     for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
         for tensor in tensors:
             grad = tensor.requires_grad if group == "input" else ""
-            lines.append(f"{group} {_shape(tensor)} {tensor.dtype} {grad}")
+            # The names of symbols differ between otherwise equal layers.
+            shape = ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
+            lines.append(f"{group} {shape} {tensor.dtype} {grad}")
     lines.append(f"trained {list(trained)} tangents {list(tangents)}")
     lines += node_lines(body.graph.nodes, body.root, {})
     return digest_of([*lines, variant] if variant else lines)[:16]
@@ -45,11 +47,6 @@ def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node,
         shown = [_text(argument, numbers) for argument in node.args]
         named = [f"{key}={_text(argument, numbers)}" for key, argument in sorted(node.kwargs.items())]
         yield f"{node.op} {_target(node, root)} {' '.join(shown + named)}"
-
-
-def _shape(tensor: Tensor) -> str:
-    """Return a shape without the names of its symbols, which differ between otherwise equal layers."""
-    return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
 
 
 def _target(node: fx.Node, root: nn.Module) -> str:
