@@ -46,11 +46,9 @@ class Choice:
 
 
 def choose(plain: Partition, budget: float | None, *, compiled: bool) -> Choice:
-    """Choose the saved values of a chunk whose partition without recomputation is `plain`.
-
-    budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
-    compiled: a compiler fuses cheap operations with their readers.
-    """
+    """Choose the saved values of a chunk whose partition without recomputation is `plain`."""
+    # budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
+    # compiled: a compiler fuses cheap operations with their readers.
     return _Chooser(plain, compiled).run(budget)
 
 

@@ -88,16 +88,16 @@ class CompileServers:
             return
         threads = max(1, cores // (count + 1))
         code = _START.format(path=sys.path, module=__name__, device=device, threads=threads)
-        for _ in range(count):
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # so that it ends with the processes that compile its kernels
-                )
+        self.processes += [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that it ends with the processes that compile its kernels
             )
+            for _ in range(count)
+        ]
         weakref.finalize(self, end, self.processes)
 
     def close(self) -> None:

@@ -210,10 +210,7 @@ def _crossing(
 def _derived(
     recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], counts: Callable[[fx.Node], bool]
 ) -> frozenset[fx.Node]:
-    """Return the nodes that depend on inputs of these kinds alone: none draws, or reads what is written.
-
-    counts: whether a node, and what depends on it, counts.
-    """
+    """Return the nodes that count and are made of inputs of these kinds alone: none draws, or reads a write."""
     written = written_memory(nodes)
     known = {
         node
