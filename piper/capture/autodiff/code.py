@@ -202,7 +202,10 @@ class EagerCode:
         self.piece, self.body = piece, piece.body
         self.tangents = tuple(tangents)
         self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
-        reached = _reached(self.body.graph, tangents)
+        results = next(iter(reversed(self.body.graph.nodes))).args[0]
+        given = self.body.graph.find_nodes(op="placeholder")
+        needed = upstream(results[index] for index in tangents)  # what the differentiated outputs depend on
+        reached = {position for position, node in enumerate(given) if node in needed}
         wants = [tensor.requires_grad for tensor in piece.inputs]
         self.grad_inputs = tuple(i for i, wanted in enumerate(wants) if wanted and i in reached)
         first = len(piece.inputs)
@@ -275,14 +278,6 @@ class _Forward:
             tape = Tape([outputs[i] for i in self.tangents], [arguments[i] for i in asked])
             results.append(tape)  # type: ignore[arg-type]
         return (*results, *(arguments[index] for index in changed))
-
-
-def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
-    """Return the positions of the placeholders that the differentiated outputs depend on."""
-    results = next(iter(reversed(graph.nodes))).args[0]
-    needed = upstream(results[index] for index in tangents)
-    inputs = graph.find_nodes(op="placeholder")
-    return {position for position, node in enumerate(inputs) if node in needed}
 
 
 Code = GraphCode | EagerCode  # of one distinct chunk

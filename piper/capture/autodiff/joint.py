@@ -181,7 +181,7 @@ def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Join
     outputs: dict[int, fx.Node] = {}
     mutated: dict[int, fx.Node] = {}  # new values and gradients of arguments, by position
     grads: dict[int, fx.Node] = {}
-    last = traced.graph.output_node()
+    last = next(iter(reversed(traced.graph.nodes)))
     given = [(node, node.meta["desc"]) for node in traced.graph.find_nodes(op="placeholder")]
     returned = zip(last.args[0], last.meta["desc"], strict=True)
     for node, described in [*given, *(pair for pair in returned if None not in pair)]:

@@ -22,10 +22,11 @@ from piper.capture.cost.aliases import (
     memory_readers,
     read_from_memory,
     recomputable,
+    storages,
     takes_one,
     tensors_in,
 )
-from piper.capture.cost.estimate import flops_of, traffic_of
+from piper.capture.cost.estimate import flops_of
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import reached, upstream
 
@@ -123,8 +124,8 @@ class _Chooser:
     def _density(self, node: fx.Node) -> float:
         """Return the cost of recomputing a value, per byte that it holds."""
         nbytes = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
-        cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
-        return cost / max(nbytes, 1)
+        moved = sum(self.sizes.nbytes(tensor) for _, tensor in storages([node, *node.all_input_nodes]))
+        return (flops_of(node, self.sizes) + _FLOPS_PER_BYTE * moved) / max(nbytes, 1)
 
     def _cut(self, allowed: int) -> list[fx.Node]:
         """Return the values to save if the first `allowed` of the costly operations may be recomputed."""

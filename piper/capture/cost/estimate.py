@@ -105,11 +105,6 @@ def _one_hot(node: fx.Node) -> bool:
     return constant and [*places.meta["val"].shape] == shape
 
 
-def traffic_of(node: fx.Node, sizes: SymbolicSizes) -> int:
-    """Return the bytes an operation reads and writes."""
-    return sum(sizes.nbytes(tensor) for _, tensor in storages([node, *node.all_input_nodes]))
-
-
 def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
     """Return the floating-point operations of a node, by torch's own table."""
     target = node.target

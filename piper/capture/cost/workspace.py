@@ -54,7 +54,9 @@ def workspace_of(
     if fleeting is None:
         outside |= results
     else:
-        kept = _kept(section, lasting) - results
+        saved = [*section.reads["saved"].values(), *section.reads["carried"].values()]
+        # What other phases save for this phase alone
+        kept = {memory_of(node) for node in saved} - {memory_of(node) for node in lasting} - results
         outside = outside - kept | set(fleeting)
         reused, together = _reused(section), _together(section.body, sizes, set(fleeting))
     early = kept | {memory_of(node) for node in given}
@@ -149,12 +151,6 @@ def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[f
             behind[node] = reached[node]
         reached[node] |= bit.get(node, 0)
     return lambda first, later: bool(behind[later] & bit[first])
-
-
-def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
-    """Return the storages that other phases save for this phase alone."""
-    given = [*section.reads["saved"].values(), *section.reads["carried"].values()]
-    return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
 
 
 def _reused(section: Section) -> dict[int, int]:

@@ -210,7 +210,7 @@ def _crossing(
 def _derived(
     recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], counts: Callable[[fx.Node], bool]
 ) -> frozenset[fx.Node]:
-    """Return the nodes that count and are made of inputs of these kinds alone: none draws, or reads a write."""
+    """Return the nodes that count and are made of these kinds of inputs alone, without draws or writes."""
     written = written_memory(nodes)
     known = {
         node

@@ -97,23 +97,19 @@ def number_regions(
     indices = {
         key: {mark: index for index, mark in enumerate(sorted(marked))} for key, marked in seen.items()
     }
-    for key in seen:
-        _check_tag(key.removeprefix(PREFIX))
+    for tag in (key.removeprefix(PREFIX) for key in seen):
+        if not tag.isidentifier() or tag == "PASS":
+            raise CaptureError(
+                f"{tag!r} cannot name a region",
+                by="annotate",
+                hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+            )
     return {
         node: tuple(
             (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
         )
         for node, custom in marks.items()
     }
-
-
-def _check_tag(tag: str) -> None:
-    if not tag.isidentifier() or tag == "PASS":
-        raise CaptureError(
-            f"{tag!r} cannot name a region",
-            by="annotate",
-            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
-        )
 
 
 def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
