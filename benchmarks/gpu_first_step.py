@@ -38,7 +38,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "build (fake)": ["piper.capture.trace.trace:build_fake"],
     "record": ["piper.capture.trace.trace:record"],
     "trace, cut": ["piper.capture.recordings:trace"],
-    "joint": ["piper.capture.autodiff.compose:Joints.of_piece"],
+    "joint": ["piper.capture.autodiff.differentiate:CodeCache._joint_of"],
     "partition": ["piper.capture.autodiff.differentiate:partition"],
     "remat": ["piper.capture.autodiff.differentiate:choose"],
     "costs": ["piper.capture.autodiff.code:cost_of"],
@@ -49,7 +49,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "build phases": ["piper.capture.autodiff.code:GraphCode.build"],
     "find layers": ["piper.capture.compile.phases:pieces_of"],
     "hash": ["piper.capture.compile.phases:name_of"],
-    "send graphs": ["piper.capture.compile.servers:CompileServers.compile"],
+    "send graphs": ["piper.capture.compile.servers:Compilation.__init__"],
     "wait for servers": ["piper.capture.compile.servers:Compilation.wait"],
     "Inductor": ["piper.capture.compile.inductor:standalone_compile"],
     "kernels": ["torch._inductor.async_compile:AsyncCompile.wait"],
@@ -262,7 +262,7 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
     """Train all sides in turns: ours, ours with every phase compiled whole, and the peer."""
     from gpu import GIB, batch_of, built, job_of, piper_step, take_turns, torch_step
 
-    from piper.capture.compile import repeats
+    from piper.capture.compile import phases
 
     config = main_config(asked)
     batch = batch_of(config, 4, asked.length)
@@ -274,10 +274,10 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
             if name == "torch.compile":
                 sides.append(built(name, lambda: torch_step(config, batch, 1)))
                 continue
-            worth, repeats.WORTH = repeats.WORTH, 10**9 if name == "whole" else repeats.WORTH
+            worth, phases.WORTH = phases.WORTH, 10**9 if name == "whole" else phases.WORTH
             graphs = name == "graphs"
             sides.append(built(name, lambda: piper_step(stack, job, batch, asked.cache, graphs=graphs)))  # noqa: B023
-            repeats.WORTH = worth
+            phases.WORTH = worth
         peaks = take_turns(sides, 4, 4)
         return {
             side.name: {"ms": side.median * 1e3, "GiB": peaks[side.name] / GIB, "first": side.build_s}

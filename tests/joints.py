@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import piper
-from piper.capture.autodiff import compose
+from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.compile.hashing import structural_key
 from piper.capture.trace.piece import Body
@@ -274,4 +274,4 @@ def share_joints() -> None:
     folder = ROOT / "build" / "joints"
     remove_unused(folder, time.time())
     stored = StoredJoints(folder=folder / sources())
-    patch.object(compose, "trace_joint", SharedJoints(stored=stored).trace).start()
+    patch.object(autodiff, "trace_joint", SharedJoints(stored=stored).trace).start()

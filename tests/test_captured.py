@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import piper
 from piper import at, remat, replicate, shard, split, strategies
 from piper.capture import recordings
-from piper.capture.autodiff import compose
+from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.joint import trace_joint
 from piper.capture.shard import aten
 from piper.capture.trace.piece import Body
@@ -215,7 +215,7 @@ def test_experts_share_a_recording() -> None:
     first = compile(replace(job, strategy=ways[0]))
     for strategy in ways:
         wanted = first if strategy is ways[0] else compile(replace(job, strategy=strategy))
-        with patch.object(compose, "trace_joint", counted):
+        with patch.object(autodiff, "trace_joint", counted):
             made = compile(replace(job, strategy=strategy), captured=first)
         assert show_plans(made.plans) == show_plans(wanted.plans)
         assert made.outline == wanted.outline

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tests.joints
-from piper.capture.autodiff import compose
+from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.differentiate import differentiate
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.trace.trace import trace
@@ -43,7 +43,7 @@ class SineElsewhere(Sine):
 def traces(*models: Callable[[], nn.Module], rows: int = 4, stored: StoredJoints | None = None) -> int:
     """Return how many chunks a new process would trace to differentiate some models of one chunk each."""
     with (
-        patch.object(compose, "trace_joint", SharedJoints(stored=stored).trace),
+        patch.object(autodiff, "trace_joint", SharedJoints(stored=stored).trace),
         patch.object(tests.joints, "trace_joint", wraps=trace_joint) as traced,
     ):
         for model in models:
@@ -60,7 +60,7 @@ def test_other_operations_and_the_same_operations_on_other_lines_are_traced() ->
 
 
 def test_this_run_shares_traces() -> None:
-    assert isinstance(vars(compose)["trace_joint"].__self__, SharedJoints)
+    assert isinstance(vars(autodiff)["trace_joint"].__self__, SharedJoints)
 
 
 @torch.library.custom_op("tests_joints::twice", mutates_args=())
@@ -113,7 +113,7 @@ def test_a_trace_that_was_read_is_the_one_that_was_written(stored: StoredJoints)
     joints: list[list[str]] = []
     for _ in range(2):
         shared = SharedJoints(stored=stored)
-        with patch.object(compose, "trace_joint", shared.trace):
+        with patch.object(autodiff, "trace_joint", shared.trace):
             differentiate(trace(found.model, found.loss, found.batch(8, 0), 2))
         joints.append([line for joint in shared.known.values() for line in described(joint)])
     assert joints[0] == joints[1] and len(joints[0]) > 50
@@ -124,7 +124,7 @@ def test_a_stored_trace_serves_equal_chunks_on_other_lines_and_names_their_lines
 ) -> None:
     def lines(model: type[Sine]) -> set[int]:
         shared = SharedJoints(stored=stored)
-        with patch.object(compose, "trace_joint", shared.trace):
+        with patch.object(autodiff, "trace_joint", shared.trace):
             differentiate(trace(model, zoo.regression, zoo.vectors(8, 0), 4))
         stacks = [
             str(node.meta.get("stack_trace")) for joint in shared.known.values() for node in joint.graph.nodes

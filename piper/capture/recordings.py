@@ -4,6 +4,7 @@ Tracing takes 99 % of a compilation. A recording depends on the model, the loss 
 and on nothing else of a strategy, so other strategies of the same job use it again.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,6 @@ from piper.ir.dtypes import DTYPES, JobPrecision
 
 log = logging.getLogger("piper")
 RequestKey = tuple[object, ...]  # what requests ask, as a key
-Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 LARGE = 64  # parameters of a model whose graphs take long to compile
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
 
@@ -47,7 +47,7 @@ class Recordings:
     forward_only: bool = False  # in eval mode, with nothing to train
     recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
     sharded: dict[tuple[int, RequestKey], Traced] = field(default_factory=dict, repr=False)
-    differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
+    differentiated: dict[tuple[object, ...], Captured] = field(default_factory=dict, repr=False)
     code: CodeCache = field(init=False, repr=False)  # of all chunks: equal ones have the same code
 
     def __post_init__(self) -> None:
@@ -56,20 +56,25 @@ class Recordings:
 
     def check(self, other: "Recordings", by: str) -> None:
         """Refuse to use these recordings for another model, loss, batch, precision or device."""
-        for what, mine, theirs in (
+        settings = (
             ("precision", self.precision, other.precision),
             ("device", self.device, other.device),
             ("compile", self.compiled, other.compiled),
             ("batch", shown_fields(self.fields), shown_fields(other.fields)),
-        ):
-            if mine != theirs:
-                raise unlike(by, what, str(mine), str(theirs))
+        )
+        unlike = [(what, str(mine), str(theirs)) for what, mine, theirs in settings if mine != theirs]
         if not same_function(self.loss, other.loss):
-            raise unlike(by, "loss", name_of(self.loss), name_of(other.loss))
-        if self.model is not other.model:
-            here, there = self.described(), other.described()
-            if here != there:
-                raise unlike(by, "model", *first_difference(here, there))
+            unlike.append(("loss", name_of(self.loss), name_of(other.loss)))
+        if not unlike and self.model is not other.model:
+            lines = itertools.zip_longest(self.described(), other.described(), fillvalue="nothing more")
+            unlike += [("model", here.strip(), there.strip()) for here, there in lines if here != there]
+        for what, mine, theirs in unlike:
+            raise ConfigError(
+                f"what was captured has another {what}",
+                by=by,
+                facts={"captured": mine, "job": theirs},
+                hint=HINT,
+            )
 
     def built(self) -> nn.Module:
         """Build the model with fake tensors."""
@@ -99,20 +104,11 @@ def shown_fields(fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> s
 
 
 def request_key(requests: Sequence[Request]) -> RequestKey:
-    """Return what requests ask as a key.
-
-    How many devices a region has does not matter, only which regions are arranged alike.
-    """
+    """Return what requests ask as a key: which regions are arranged alike, not how many devices they have."""
     meshes: dict[object, int] = {}
     return tuple(
         (
-            request.axis,
-            request.degree,
-            tuple(request.weights.items()),
-            tuple(request.batch.items()),
-            request.between,
-            request.attention,
-            request.zigzag,
+            repr(replace(request, by="", regions={})),
             tuple(  # in an order that does not depend on the directives
                 (tags, meshes.setdefault(request.regions[tags], len(meshes)))
                 for tags in sorted(request.regions)
@@ -145,26 +141,6 @@ def name_of(function: object) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{name} (line {code.co_firstlineno})" if code is not None else name
-
-
-def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """Return the first line in which two descriptions differ, of each."""
-    for one, other in zip(mine, theirs, strict=False):
-        if one != other:
-            return one.strip(), other.strip()
-    longer = mine if len(mine) > len(theirs) else theirs
-    extra = longer[min(len(mine), len(theirs))].strip()
-    return (extra, "nothing more") if longer is mine else ("nothing more", extra)
-
-
-def unlike(by: str, what: str, mine: str, theirs: str) -> ConfigError:
-    """Return the error of recordings that belong to another job."""
-    return ConfigError(
-        f"what was captured has another {what}",
-        by=by,
-        facts={"captured": mine, "job": theirs},
-        hint=HINT,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,11 +197,9 @@ class Capturing:
         return self.recordings.differentiated[key]
 
     def _start_compilers(self, model: nn.Module) -> None:
-        """Start the processes that compile, so that they are ready when the model has been traced.
-
-        With an empty cache these compile kernels and, for a large model, graphs. Code that is in the cache
-        needs none of them, but the names of its files contain a digest of Triton.
-        """
+        """Start the processes that compile, so that they are ready when the model has been traced."""
+        # With an empty cache these compile kernels and, for a large model, graphs. Code that is in the cache
+        # needs none of them, but the names of its files contain a digest of Triton.
         if self.cache is None or self.recordings.device == "cpu":
             return
         from piper.capture.compile.inductor import read_triton  # with the compiler, which takes a second

@@ -67,7 +67,9 @@ def refused(
     what: str, error: Exception, *, hint: str, kind: type[CaptureError] = CaptureError
 ) -> CaptureError:
     """Return the error that says where and why the user's code could not be traced."""
-    where = user_line(error)
+    # The traced stack comes first: the interpreter's shows only the tracer.
+    traced = _users_line(getattr(error, "real_stack", None) or ())
+    where = traced or _users_line(traceback.extract_tb(error.__traceback__))
     return kind(
         what,
         by=f"capture ({where})" if where else "capture",
@@ -110,13 +112,6 @@ def without_result(error: Exception) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1]
     raised_by = last.line or ""  # the assertion of torch 2.11 has no message
     return isinstance(error, SyntaxError) or "backend_input" in str(error) or "backend_input" in raised_by
-
-
-def user_line(error: Exception) -> str | None:
-    """Return the line of the user's code that raised an error, as `llama.py:41`. None: there is none."""
-    # The traced stack comes first: the interpreter's shows only the tracer.
-    traced = _users_line(getattr(error, "real_stack", None) or ())
-    return traced or _users_line(traceback.extract_tb(error.__traceback__))
 
 
 def _users_line(stack: Iterable[traceback.FrameSummary]) -> str | None:

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piper.capture.autodiff.mincut import INFINITE, Network
+from piper.capture.autodiff.remat import INFINITE, Network
 
 INNER = 5
 EDGES = st.lists(

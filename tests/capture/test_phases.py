@@ -336,7 +336,7 @@ def test_equal_layers_of_one_chunk_are_traced_once() -> None:
     code = differentiate(found, known=known)
     chunk = code.outline.chunks[0]
     assert len(found.pieces[0].segments) == 5  # three layers each, and the head
-    assert len(known.joints.traced) == 3  # the first needs no input gradient; the next ones; the head
+    assert len(known.joints) == 3  # the first needs no input gradient; the next ones; the head
     assert chunk.random
     assert len(chunk.phases["B"].grad_params) == 2 * 2 * layers + 2 - 1
     assert len(chunk.mutated) == 3 * layers

@@ -50,7 +50,7 @@ def test_every_budget_uses_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     found = traced("mlp")
     known = CodeCache(found.device, compiled=found.compiled)
     differentiate(found, known=known)
-    monkeypatch.setattr("piper.capture.autodiff.compose.trace_joint", None)
+    monkeypatch.setattr("piper.capture.autodiff.differentiate.trace_joint", None)
     options = {chunk.name: CodeOptions(budget=0.35) for chunk in found.outline.chunks}
     assert differentiate(found, options, known=known).choices
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff.code import GraphCode
 from piper.capture.autodiff.differentiate import Captured, differentiate
-from piper.capture.compile import inductor, repeats
+from piper.capture.compile import inductor, phases
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.inductor import Source
 from piper.capture.compile.phases import CompiledPieces
@@ -81,28 +81,28 @@ def test_operations_that_return_their_argument_do_not_change_a_graph() -> None:
 
 
 def test_layers_are_found_and_cut_behind_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "WORTH", 10)
+    monkeypatch.setattr(phases, "WORTH", 10)
     code = captured(Stack)
     for phase, most in (("F", 3), ("B", 4)):
-        pieces = repeats.pieces_of(graph_of(code, phase))
+        pieces = phases.pieces_of(graph_of(code, phase))
         assert len(pieces) >= LAYERS - 1
         assert len({piece.key for piece in pieces}) <= most
         for piece in pieces[1:-2]:
             *_, last, _ = piece.module.graph.nodes
-            assert repeats.is_product(last)
+            assert phases.ends_kernel(last)
 
 
 def test_small_graphs_and_unequal_layers_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert repeats.pieces_of(graph_of(captured(Stack), "F")) == []  # too small to be worth it
-    monkeypatch.setattr(repeats, "WORTH", 10)
-    assert repeats.pieces_of(graph_of(captured(lambda: Stack(odd=True)), "F")) == []
+    assert phases.pieces_of(graph_of(captured(Stack), "F")) == []  # too small to be worth it
+    monkeypatch.setattr(phases, "WORTH", 10)
+    assert phases.pieces_of(graph_of(captured(lambda: Stack(odd=True)), "F")) == []
 
 
 @pytest.mark.parametrize("phase", ["F", pytest.param("B", marks=pytest.mark.slow)])
 def test_pieces_give_the_values_of_the_whole(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "WORTH", 10)
+    monkeypatch.setattr(phases, "WORTH", 10)
     compiled: list[Source] = []
     make = inductor._compile
 

@@ -20,7 +20,7 @@ from piper.capture.compile import phases
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.inductor import Compiled, Source, name_of
 from piper.capture.compile.phases import compile_phases
-from piper.capture.compile.servers import CompileServers, request_of
+from piper.capture.compile.servers import Compilation, CompileServers, request_of
 from piper.capture.recordings import Capturing, Recordings
 from piper.errors import CaptureError
 from piper.ir.chunk import Phase
@@ -147,7 +147,7 @@ def test_servers_store_what_this_process_loads(tmp_path: Path) -> None:
     servers.start("cpu", 1)
     (running,) = servers.processes
     given = {name_of(each): each for each in ASKED.values()}
-    servers.compile(given, cache, lambda name: None).wait()
+    Compilation(servers.processes, given, cache, lambda name: None).wait()
     found = compile_phases(ASKED, cache, servers, lambda: None)
     x = torch.arange(12.0).view(3, 4)
     assert [float(found[key](x)[0].sum()) for key in ASKED] == [78.0, 138.0, 78.0]

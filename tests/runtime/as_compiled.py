@@ -29,7 +29,7 @@ def as_compiled(program: Program) -> list[FlatPhase]:
     for captured in program.codes.values():
         for key, code in captured.codes.items():
             assert isinstance(code, GraphCode)
-            for phase in code.shape.phases:
+            for phase in code.partition.sections:
                 built, places = code.build(phase), code.in_place(phase)
                 captured.built[key, phase] = built
                 if places:

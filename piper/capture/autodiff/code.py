@@ -1,8 +1,7 @@
 """The code of a distinct chunk: what each phase reads, writes and costs, and how to build it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -11,63 +10,41 @@ from piper.capture.autodiff.partition import Partition
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
 from piper.capture.cost.estimate import Cost, cost_of
-from piper.capture.cost.section import KINDS, Kind, Section, Write
+from piper.capture.cost.section import KINDS, Section, Write
 from piper.capture.trace.effects import draws
+from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import line_of
-from piper.ir.chunk import Phase, TensorSpec
+from piper.ir.chunk import PHASES, Chunk, Phase, PhaseSpec, TensorSpec
 from piper.process.usercode import LINES
 
 _aten = torch.ops.aten
 PhaseCode = Callable[..., tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """The reads, writes and cost of one phase. Values go by position in the chunk."""
-
-    reads: Mapping[Kind, tuple[int, ...]]
-    grad_inputs: tuple[int, ...] = ()
-    grad_params: tuple[int, ...] = ()
-    in_place: tuple[int, ...] = ()  # which of grad_params are written into given memory, by place among them
-    cost: Cost = field(default_factory=lambda: Cost(flops=0, bytes_moved=0, workspace=0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The values that a chunk's phases exchange. Positions are those of its params, buffers and outputs."""
-
-    outputs: tuple[TensorSpec, ...]
-    saved: tuple[TensorSpec, ...]
-    carried: tuple[TensorSpec, ...]
-    storages: tuple[int, ...]
-    mutated: tuple[int, ...]
-    random: bool
-    phases: Mapping[Phase, Signature]
-    keeps_inputs: bool = False  # the saved values hold on to the inputs
-
-
-class Code(Protocol):
-    """The code of one distinct chunk."""
-
-    shape: Shape  # what the chunk's phases read and write
-
-    def build(self, phase: Phase) -> PhaseCode:
-        """Make the callable of a phase."""
-        ...
-
-
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
     def __init__(self, partition: Partition, *, compiled: bool = False, flat: bool = False) -> None:
-        """Build the code of a chunk.
-
-        compiled: it will be, so it costs what compiled code does. flat: its backward writes parameter
-        gradients into memory that the caller gives, where it can.
-        """
+        """Build a chunk's code. flat: its backward writes gradients into given memory, where it can."""
+        # compiled: it will be, so it costs what compiled code does
         self.partition, self.compiled = partition, compiled
-        self.shape = _shape_of(partition, compiled, flat)
+        self.given: dict[Phase, tuple[int, ...]] = {}  # gradients of parameters written into given memory
+        self.costs: dict[Phase, Cost] = {}
+        sections, sizes = partition.sections, partition.joint.sizes
+        for phase, section in sections.items():
+            if phase == "BW" and section == sections["B"]:  # as no input has a gradient
+                self.given[phase], self.costs[phase] = self.given["B"], self.costs["B"]
+                continue
+            self.given[phase] = _written_in_place(section, sizes) if compiled and flat else ()
+            self.costs[phase] = cost_of(
+                section,
+                sizes,
+                compiled=compiled,
+                lasting=sections["BW"].read_nodes if phase == "BI" else (),
+                given=[section.writes[place].node for place in self.in_place(phase)],
+            )
 
     def build(self, phase: Phase) -> fx.GraphModule:
         """Copy the phase's part of the joint graph into a module of its own. Its arguments are `examples`."""
@@ -75,7 +52,7 @@ class GraphCode:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for kind in KINDS:
-            for position, node in section.reads.get(kind, {}).items():
+            for position, node in section.reads[kind].items():
                 copies[node] = graph.placeholder(f"{kind}_{position}")
                 copies[node].meta = {"val": node.meta["val"]}
         for size, (node, axis) in section.lengths.items():
@@ -101,20 +78,62 @@ class GraphCode:
 
     def in_place(self, phase: Phase) -> tuple[int, ...]:
         """Return the results of a phase that compiled code writes into given memory, by position."""
-        signature = self.shape.phases[phase]
-        return tuple(len(signature.grad_inputs) + place for place in signature.in_place)
+        return tuple(len(self.partition.sections[phase].grad_inputs) + place for place in self.given[phase])
 
     def examples(self, phase: Phase) -> list[Tensor]:
         """Return the fake tensors that a phase was traced with."""
         return [node.meta["val"] for node in self.partition.sections[phase].read_nodes]
 
+    def complete(self, chunk: Chunk) -> Chunk:
+        """Return a chunk that has this code with what its phases read, write and cost."""
+        partition, joint = self.partition, self.partition.joint
+        kept, forward = [*partition.outputs, *partition.saved], partition.sections["F"]
+        index, storages = _storages(kept, joint.sizes)
+        specs = tuple(
+            joint.sizes.spec(
+                node.meta["val"], index.get(memory_of(node), -1) if node.op != "placeholder" else -1
+            )
+            for node in kept
+        )
+        phases = {phase: self._spec(chunk, phase) for phase in PHASES if phase in partition.sections}
+        mutated = tuple(chunk.buffers[i] for i in sorted(joint.mutated))
+        return replace(
+            chunk,
+            params=phases["F"].params,
+            buffers=tuple(dict.fromkeys((*phases["F"].buffers, *mutated))),  # some are only overwritten
+            mutated=mutated,
+            outputs=specs[: len(partition.outputs)],
+            saved=specs[len(partition.outputs) :],
+            carried=tuple(joint.sizes.spec(node.meta["val"]) for node in partition.carried),
+            storages=storages,
+            phases=phases,
+            random=any(draws(node) for node in forward.body),
+        )
+
+    def _spec(self, chunk: Chunk, phase: Phase) -> PhaseSpec:
+        section, cost = self.partition.sections[phase], self.costs[phase]
+        grad_params = tuple(chunk.params[i] for i in section.grad_params)
+        return PhaseSpec(
+            inputs=tuple(section.reads["inputs"]),
+            params=tuple(chunk.params[i] for i in section.reads["params"]),
+            buffers=tuple(chunk.buffers[i] for i in section.reads["buffers"]),
+            saved=tuple(section.reads["saved"]),
+            carried=tuple(section.reads["carried"]),
+            tangents=tuple(section.reads["tangents"]),
+            grad_inputs=section.grad_inputs,
+            grad_params=grad_params,
+            in_place=tuple(grad_params[place] for place in self.given[phase]),
+            flops=cost.flops,
+            bytes_moved=cost.bytes_moved,
+            workspace=cost.workspace,
+            kernels=cost.kernels,
+        )
+
 
 def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]:
-    """Return which of a phase's parameter gradients can be written into given memory, by their positions.
-
-    These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
-    would be copied.
-    """
+    """Return which of a phase's parameter gradients can be written into given memory, by their positions."""
+    # These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
+    # would be copied.
     writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
     in_place = [
@@ -141,35 +160,8 @@ def _can_be_given_memory(write: Write, section: Section) -> bool:
     return False
 
 
-def _shape_of(partition: Partition, compiled: bool, flat: bool) -> Shape:
-    joint, sizes = partition.joint, partition.joint.sizes
-    kept = [*partition.outputs, *partition.saved]
-    index, storages = _storages(partition, kept)
-    specs = tuple(
-        sizes.spec(node.meta["val"], index.get(memory_of(node), -1) if node.op != "placeholder" else -1)
-        for node in kept
-    )
-    forward = partition.sections["F"]
-    phases: dict[Phase, Signature] = {
-        name: _signature(name, partition, compiled, flat) for name in partition.sections if name != "BW"
-    }
-    if "BW" in partition.sections:
-        alone = partition.sections["BW"] == partition.sections["B"]  # as no input has a gradient
-        phases["BW"] = phases["B"] if alone else _signature("BW", partition, compiled, flat)
-    return Shape(
-        outputs=specs[: len(partition.outputs)],
-        saved=specs[len(partition.outputs) :],
-        carried=tuple(sizes.spec(node.meta["val"]) for node in partition.carried),
-        storages=storages,
-        mutated=tuple(sorted(joint.mutated)),
-        random=any(draws(node) for node in forward.body),
-        phases=phases,
-    )
-
-
-def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, int], tuple[int, ...]]:
+def _storages(kept: Sequence[fx.Node], sizes: SymbolicSizes) -> tuple[dict[int, int], tuple[int, ...]]:
     """Number the memory that several values share, or of which a value shows only a part."""
-    sizes = partition.joint.sizes
     users: dict[int, list[fx.Node]] = {}
     for node in kept:
         if node.op != "placeholder":  # a buffer is saved as a copy
@@ -184,15 +176,108 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
     return index, tuple(bytes_of)
 
 
-def _signature(phase: Phase, partition: Partition, compiled: bool, flat: bool) -> Signature:
-    section, sizes = partition.sections[phase], partition.joint.sizes
-    lasting = partition.sections["BW"].read_nodes if phase == "BI" else []
-    in_place = _written_in_place(section, sizes) if compiled and flat else ()
-    given = [section.writes[len(section.grad_inputs) + place].node for place in in_place]
-    return Signature(
-        reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
-        grad_inputs=section.grad_inputs,
-        grad_params=section.grad_params,
-        in_place=in_place,
-        cost=cost_of(section, sizes, compiled=compiled, lasting=lasting, given=given),
+@dataclass(slots=True)
+class Tape:
+    """The state that F saves for the backward: outputs with their autograd graph, and leaves."""
+
+    outputs: list[Tensor]
+    leaves: list[Tensor]
+
+
+class EagerCode:
+    """Code of a chunk that cannot be traced backward: its captured forward under eager autograd.
+
+    F saves autograd's graph in one opaque object. BI runs the whole backward and carries the gradients of
+    weights, which BW returns. The split gains nothing, but schedules that split the backward can run it.
+    """
+
+    def __init__(
+        self,
+        piece: CapturedChunk,
+        trained: Sequence[bool],
+        tangents: Sequence[int],
+        params: Sequence[TensorSpec],
+    ) -> None:
+        assert piece.body is not None
+        self.piece, self.body = piece, piece.body
+        self.tangents = tuple(tangents)
+        self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
+        results = next(iter(reversed(self.body.graph.nodes))).args[0]
+        given = self.body.graph.find_nodes(op="placeholder")
+        needed = upstream(results[index] for index in tangents)  # what the differentiated outputs depend on
+        reached = {position for position, node in enumerate(given) if node in needed}
+        wants = [tensor.requires_grad for tensor in piece.inputs]
+        self.grad_inputs = tuple(i for i, wanted in enumerate(wants) if wanted and i in reached)
+        first = len(piece.inputs)
+        self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
+        self.trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
+        self.carried = tuple(params[i] for i in self.grad_params) if self.trains else ()
+
+    def complete(self, chunk: Chunk) -> Chunk:
+        forward = PhaseSpec(
+            inputs=tuple(range(len(chunk.inputs))), params=chunk.params, buffers=chunk.buffers
+        )
+        if not self.trains:
+            return replace(chunk, phases={"F": forward})
+        inner = PhaseSpec(saved=(0,), tangents=self.tangents, grad_inputs=self.grad_inputs)
+        weights = tuple(chunk.params[i] for i in self.grad_params)
+        outer = PhaseSpec(carried=tuple(range(len(weights))), grad_params=weights)
+        return replace(
+            chunk,
+            saved=(TensorSpec(shape=(), dtype="object", nbytes=0),),
+            carried=self.carried,
+            kept_inputs={"B": forward.inputs, "BI": forward.inputs},
+            phases={"F": forward, "B": replace(inner, grad_params=weights), "BI": inner, "BW": outer},
+        )
+
+    def build(self, phase: Phase) -> PhaseCode:
+        match phase:
+            case "F":
+                return _Forward(self, fx.GraphModule(self.body.root, self.body.graph))
+            case "B" | "BI":
+                return _backward
+            case "BW":
+                return lambda *carried: carried
+
+
+def _backward(tape: Tape, *tangents: Tensor) -> tuple[Tensor, ...]:
+    grads = torch.autograd.grad(
+        tape.outputs, tape.leaves, tangents, allow_unused=True, materialize_grads=True
     )
+    taken = {tangent.untyped_storage().data_ptr() for tangent in tangents}
+    results = []
+    for grad in grads:  # each result has memory of its own: others will add to it, or free it
+        shared = grad.untyped_storage().data_ptr() in taken
+        results.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad.contiguous())
+        taken.add(results[-1].untyped_storage().data_ptr())
+    return tuple(results)
+
+
+class _Forward:
+    """F of an eager chunk. It keeps nothing of the capture, so that it can be sent to other processes."""
+
+    def __init__(self, code: EagerCode, module: fx.GraphModule) -> None:
+        first_param = len(code.body.inputs)
+        first_buffer = first_param + len(code.body.params)
+        self.module, self.tangents, self.trains = module, code.tangents, code.trains
+        self.asked = [*code.grad_inputs, *(first_param + i for i in code.grad_params)]
+        self.changed = [first_buffer + i for i in code.mutated]
+
+    def __call__(self, *reads: Tensor) -> tuple[Tensor, ...]:
+        asked, changed = self.asked, self.changed
+        arguments = [tensor.detach() for tensor in reads]
+        for index in asked:
+            arguments[index].requires_grad_()
+        for index in changed:  # F has no side effects: it returns the new values
+            arguments[index] = arguments[index].clone()
+        with torch.enable_grad():
+            outputs = self.module(*arguments)
+        copies = (output.detach().clone(memory_format=torch.contiguous_format) for output in outputs)
+        results: list[Tensor] = list(copies)
+        if self.trains:
+            tape = Tape([outputs[i] for i in self.tangents], [arguments[i] for i in asked])
+            results.append(tape)  # type: ignore[arg-type]
+        return (*results, *(arguments[index] for index in changed))
+
+
+Code = GraphCode | EagerCode  # of one distinct chunk

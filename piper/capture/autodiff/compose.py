@@ -6,62 +6,22 @@ where several segments give a gradient for one value these are added in the orde
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.autodiff.joint import Joint, trace_joint
+from piper.capture.autodiff.joint import Joint
 from piper.capture.autodiff.partition import backward_nodes
-from piper.capture.compile.hashing import structural_key
 from piper.capture.cost.aliases import memories, move_to
-from piper.capture.trace.piece import Body, CapturedChunk, Segment, SegmentOutput
+from piper.capture.trace.piece import CapturedChunk, Segment, SegmentOutput
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
 _Key = TypeVar("_Key")
 
 
-class Joints:
-    """Traces bodies, each distinct one once."""
-
-    def __init__(self, device: torch.device, *, decompose: bool = False) -> None:
-        self.device, self.decompose = device, decompose
-        self.traced: dict[str, Joint] = {}
-
-    def of_piece(
-        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
-    ) -> Joint:
-        """Return a piece's joint graph, joined from those of its segments if it has any."""
-        assert piece.body is not None
-        if not piece.segments:
-            return self._of_body(piece.body, trained, tangents, ways)
-        joints: list[Joint] = []
-        wanted: dict[SegmentOutput, None] = {}
-        for number, segment in reversed(list(enumerate(piece.segments))):
-            asked = {output for result, output in segment.returns.items() if result in tangents}
-            asked |= {value.output for value in wanted if value.segment == number}
-            own = [trained[position] for position in segment.params]
-            joint = self._of_body(segment.body, own, sorted(asked))
-            read = (segment.inputs[i] for i in joint.grad_inputs)
-            wanted |= {source: None for source in read if isinstance(source, SegmentOutput)}
-            joints.append(joint)
-        return _Composer(piece, joints[::-1], tangents).run()
-
-    def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int = 1) -> Joint:
-        experts = body.experts
-        any_rows = body if experts is None else replace(body, experts=replace(experts, rows=0))
-        key = structural_key(any_rows, trained, tangents, ways, self.device)
-        if key not in self.traced:
-            self.traced[key] = trace_joint(
-                body, trained, tangents, ways, self.device, decompose=self.decompose
-            )
-        joint = self.traced[key]  # of an expert region it serves any number of rows
-        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
-
-
-class _Composer:
+class Composer:
     """Writes the joint graph of a chunk, segment by segment."""
 
     def __init__(self, piece: CapturedChunk, joints: Sequence[Joint], tangents: Sequence[int]) -> None:
@@ -134,11 +94,8 @@ class _Composer:
     def _forward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for position, node in joint.inputs.items():
             source = segment.inputs[position]
-            self._bind(
-                number,
-                node,
-                self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source],
-            )
+            actual = self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source]
+            self._bind(number, node, actual)
         for position, node in joint.params.items():
             self._bind(number, node, self.params[segment.params[position]])
         for position, node in joint.buffers.items():
@@ -146,14 +103,13 @@ class _Composer:
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)
+        copies = self.copies[number]
         for index, node in enumerate(joint.outputs):
-            self.between[SegmentOutput(segment=number, output=index)] = self.copies[number][
-                _without_copy(node)
-            ]
+            self.between[SegmentOutput(segment=number, output=index)] = copies[_without_copy(node)]
         for result, index in segment.returns.items():
-            self.outputs[result] = self.copies[number][joint.outputs[index]]
+            self.outputs[result] = copies[joint.outputs[index]]
         for position, node in joint.mutated.items():
-            self.mutated[segment.buffers[position]] = self.copies[number][node]
+            self.mutated[segment.buffers[position]] = copies[node]
 
     def _backward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for index, node in joint.tangents.items():

@@ -8,21 +8,20 @@ from threading import Lock
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
-from piper.capture.autodiff.compose import Joints
-from piper.capture.autodiff.eager import EagerCode
-from piper.capture.autodiff.joint import Joint, UntraceableError
+from piper.capture.autodiff.code import Code, EagerCode, GraphCode, PhaseCode
+from piper.capture.autodiff.compose import Composer
+from piper.capture.autodiff.joint import Joint, UntraceableError, trace_joint
 from piper.capture.autodiff.partition import partition
 from piper.capture.autodiff.remat import Choice, choose
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
-from piper.capture.trace.piece import CapturedChunk
+from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
-from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, PhaseSpec, TensorSpec
 from piper.ir.chunk_options import CodeOptions, block_rows
 from piper.process.gc_pause import no_collection
 
@@ -42,7 +41,7 @@ class CodeCache:
 
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.compiled = device, compiled
-        self.joints = Joints(device, decompose=compiled)
+        self.joints: dict[str, Joint] = {}  # of bodies, each distinct one traced once
         self.codes: dict[str, CompiledChunk] = {}
         self.checked: set[str] = set()  # keys of experts whose rows have been checked
 
@@ -50,16 +49,12 @@ class CodeCache:
         self,
         piece: CapturedChunk,
         *,
-        trained: Sequence[bool],
-        tangents: Sequence[int],
-        params: Sequence[TensorSpec],
+        trained: Sequence[bool],  # of each parameter, whether it has a gradient
+        tangents: Sequence[int],  # outputs that have a gradient
+        params: Sequence[TensorSpec],  # on one device
         options: CodeOptions,
     ) -> CompiledChunk:
-        """Return the code of a piece. Trace it if no equal piece has been traced.
-
-        trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
-        params: its parameters on one device.
-        """
+        """Return the code of a piece. Trace it if no equal piece has been traced."""
         assert piece.body is not None, "a marker has no code"
         budget, ways = options.budget, options.ways
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
@@ -67,12 +62,42 @@ class CodeCache:
         key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
         if key not in self.codes:
             try:
-                joint = self.joints.of_piece(piece, trained, tangents, ways)
+                joint = self._joint_of(piece, trained, tangents, ways)
                 self.codes[key] = self._code_of(key, joint, options)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
                 self.codes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
         return self.codes[key]
+
+    def _joint_of(
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
+    ) -> Joint:
+        """Return a piece's joint graph, joined from those of its segments if it has any."""
+        assert piece.body is not None
+        if not piece.segments:
+            return self._traced(piece.body, trained, tangents, ways)
+        joints: list[Joint] = []
+        wanted: set[SegmentOutput] = set()
+        for number, segment in reversed(list(enumerate(piece.segments))):
+            asked = {output for result, output in segment.returns.items() if result in tangents}
+            asked |= {value.output for value in wanted if value.segment == number}
+            own = [trained[position] for position in segment.params]
+            joint = self._traced(segment.body, own, sorted(asked), 1)
+            read = (segment.inputs[i] for i in joint.grad_inputs)
+            wanted |= {source for source in read if isinstance(source, SegmentOutput)}
+            joints.append(joint)
+        return Composer(piece, joints[::-1], tangents).run()
+
+    def _traced(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
+        experts = body.experts
+        any_rows = body if experts is None else replace(body, experts=replace(experts, rows=0))
+        key = structural_key(any_rows, trained, tangents, ways, self.device)
+        if key not in self.joints:
+            self.joints[key] = trace_joint(
+                body, trained, tangents, ways, self.device, decompose=self.compiled
+            )
+        joint = self.joints[key]  # of an expert region it serves any number of rows
+        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
 
     def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
         plain = partition(joint)
@@ -106,10 +131,7 @@ class Captured:
     def build(
         self, wanted: Iterable[tuple[str, Phase]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Build the code of phases that have none yet, all together: equal graphs are compiled once.
-
-        meanwhile: work of the caller, which is done while other processes compile.
-        """
+        """Build phases that have no code yet, together. meanwhile: done while other processes compile."""
         with self.building, no_collection():
             missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
             phases = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
@@ -121,17 +143,15 @@ class Captured:
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
-        lines = [
-            f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
-        ]
+        lines = [f"{name}: runs under eager autograd, because {why}" for name, why in self.fallbacks.items()]
         lines += [
             f"{chunk.name}: the products of {len(chunk.products)} weights run in {chunk.precision}"
             for chunk in self.outline.chunks
             if chunk.precision
         ]
-        for chunk, choice in self.choices.items():
+        for name, choice in self.choices.items():
             assert choice.budget is not None
-            kept = f"{chunk}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
+            kept = f"{name}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
             if choice.kept_bytes <= choice.budget * choice.all_bytes:
                 lines.append(f"{kept} (budget {choice.budget:g})")
             else:
@@ -149,7 +169,9 @@ class Captured:
         sources: dict[tuple[str, Phase], Source] = {}
         for (key, phase), built in phases.items():
             code = self.codes[key]
-            if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
+            if not isinstance(code, GraphCode) or not isinstance(built, fx.GraphModule):
+                continue
+            if any(node.op == "call_function" for node in built.graph.nodes):
                 sources[key, phase] = Source(
                     module=built,
                     arguments=code.examples(phase),
@@ -160,23 +182,14 @@ class Captured:
         return {**phases, **compile_phases(sources, cache, self.servers, meanwhile)}
 
 
-def _computes(module: fx.GraphModule) -> bool:
-    return any(node.op == "call_function" for node in module.graph.nodes)
-
-
 @no_collection()
 def differentiate(
     traced: Traced,
-    options: Mapping[str, CodeOptions] | None = None,
-    cache: Cache | None = None,
-    known: CodeCache | None = None,
+    options: Mapping[str, CodeOptions] | None = None,  # by chunk; others have none
+    cache: Cache | None = None,  # of compiled code, of a trace with `compiled`; None: not compiled
+    known: CodeCache | None = None,  # the code of chunks that are differentiated already, which grows
 ) -> Captured:
-    """Split every chunk into F, B, BI and BW.
-
-    options: by chunk; those that are not named have none.
-    cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
-    known: the code of chunks that are differentiated already, which grows.
-    """
+    """Split every chunk into F, B, BI and BW."""
     known = known or CodeCache(traced.device, compiled=traced.compiled)
     return replace(_Differentiator(traced, options or {}, known).run(), cache=cache)
 
@@ -197,10 +210,7 @@ class _Differentiator:
         self.choices: dict[str, Choice] = {}
 
     def run(self) -> Captured:
-        """Differentiate the chunks from the loss back to the first.
-
-        A chunk then knows which of its outputs need a gradient.
-        """
+        """Differentiate chunks from the last to the first: each then knows which outputs need a gradient."""
         outline = self.traced.outline
         self.wanted[outline.loss.chunk].add(outline.loss.index)
         done: list[Chunk] = []
@@ -245,17 +255,14 @@ class _Differentiator:
         experts, options = self.routed.get(chunk.name, CodeOptions()), self.options[chunk.name]
         if chunk.kind == "expert":
             self._check_rows(piece, experts)
-        if experts.clones:
-            piece = _with_clones(piece, experts.ways, experts.clones)
-        if experts.capacity is not None:
-            piece = _with_blocks(piece, experts)
+            piece = _on_devices(piece, experts)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         compiled = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            params=[_fewer(_spec(self.parameters[name]), experts) for name in chunk.params],
+            params=[self._spec(name, experts) for name in chunk.params],
             options=replace(options, ways=experts.ways),
         )
         self.codes[compiled.key] = compiled.code
@@ -263,7 +270,14 @@ class _Differentiator:
             self.fallbacks[chunk.name] = compiled.fallback
         if compiled.choice is not None and compiled.choice.budget is not None:
             self.choices[chunk.name] = compiled.choice
-        return _finished(chunk, compiled.key, compiled.code.shape)
+        return replace(compiled.code.complete(chunk), key=compiled.key)
+
+    def _spec(self, name: str, experts: CodeOptions) -> TensorSpec:
+        """Return the shape of a parameter on one device."""
+        parameter = self.parameters[name]
+        shape, width = parameter.local_shape, getattr(torch, parameter.dtype).itemsize
+        whole = TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
+        return _fewer(whole, experts)
 
     def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
         """Refuse experts whose results depend on which rows and experts their device has, once if equal."""
@@ -278,12 +292,6 @@ class _Differentiator:
         if key not in self.known.checked:
             check_rows(piece.body, piece.chunk.name, sharded=experts.ways > 1, apart=apart)
             self.known.checked.add(key)
-
-
-def _spec(parameter: Parameter) -> TensorSpec:
-    width = getattr(torch, parameter.dtype).itemsize
-    shape = parameter.local_shape
-    return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
 def _options_of_experts(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
@@ -318,77 +326,29 @@ def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
             )
 
 
+def _of_length(spec: TensorSpec, length: int) -> TensorSpec:
+    """Return the spec of a tensor with another first axis."""
+    nbytes = spec.nbytes // max(spec.shape[0], 1) * length
+    return replace(spec, shape=(length, *spec.shape[1:]), nbytes=nbytes)
+
+
 def _fewer(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     """Return what one device has of a tensor with one entry for each expert: its share, and clones."""
-    if not spec.shape:
-        return spec
-    here = spec.shape[0] // experts.ways + experts.clones
-    nbytes = spec.nbytes // spec.shape[0] * here if experts.clones else spec.nbytes // experts.ways
-    return replace(spec, shape=(here, *spec.shape[1:]), nbytes=nbytes)
+    return _of_length(spec, spec.shape[0] // experts.ways + experts.clones) if spec.shape else spec
 
 
 def _received(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     """Return the rows that one device receives: as many as are sent evenly, or a block from each device."""
     block = block_rows(spec.shape[0], experts.ways, experts.capacity) if spec.dynamic_rows else 0
-    if not block:
-        return spec
-    rows = block * experts.ways
-    return replace(spec, shape=(rows, *spec.shape[1:]), nbytes=spec.nbytes // spec.shape[0] * rows)
+    return _of_length(spec, block * experts.ways) if block else spec
 
 
-def _with_blocks(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
-    """Return an expert chunk whose rows are a block from each device."""
+def _on_devices(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
+    """Return an expert chunk with the clones of all devices, and with rows that are a block from each."""
     body = piece.body
     assert body is not None and body.experts is not None, "only expert chunks receive rows"
-    block = block_rows(body.experts.rows, options.ways, options.capacity)
-    experts = replace(body.experts, rows=block * options.ways) if block else body.experts
-    return replace(piece, body=replace(body, experts=experts))
-
-
-def _with_clones(piece: CapturedChunk, ways: int, clones: int) -> CapturedChunk:
-    """Return an expert chunk as if each of `ways` devices had so many experts more."""
-    body = piece.body
-    assert body is not None and body.experts is not None, "only expert chunks have clones"
-    more = ways * clones
+    more = options.ways * options.clones
+    rows = block_rows(body.experts.rows, options.ways, options.capacity) * options.ways or body.experts.rows
     params = tuple(param.new_empty(param.shape[0] + more, *param.shape[1:]) for param in body.params)
-    experts = replace(body.experts, total=body.experts.total + more)
-    return replace(piece, body=replace(body, params=params, experts=experts))
-
-
-def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
-    """Return the chunk, completed with the phases and shapes of its code."""
-    phases = {
-        phase: PhaseSpec(
-            inputs=signature.reads.get("inputs", ()),
-            params=tuple(chunk.params[i] for i in signature.reads.get("params", ())),
-            buffers=tuple(chunk.buffers[i] for i in signature.reads.get("buffers", ())),
-            saved=signature.reads.get("saved", ()),
-            carried=signature.reads.get("carried", ()),
-            tangents=signature.reads.get("tangents", ()),
-            grad_inputs=signature.grad_inputs,
-            grad_params=tuple(chunk.params[i] for i in signature.grad_params),
-            in_place=tuple(chunk.params[signature.grad_params[i]] for i in signature.in_place),
-            flops=signature.cost.flops,
-            bytes_moved=signature.cost.bytes_moved,
-            workspace=signature.cost.workspace,
-            kernels=signature.cost.kernels,
-        )
-        for phase in PHASES
-        if (signature := shape.phases.get(phase)) is not None
-    }
-    kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
-    mutated = tuple(chunk.buffers[i] for i in shape.mutated)
-    return replace(
-        chunk,
-        key=key,
-        params=phases["F"].params,
-        buffers=tuple(dict.fromkeys((*phases["F"].buffers, *mutated))),  # some are only overwritten
-        mutated=mutated,
-        outputs=shape.outputs,
-        saved=shape.saved,
-        carried=shape.carried,
-        storages=shape.storages,
-        kept_inputs={"B": kept, "BI": kept} if kept else {},
-        phases=phases,
-        random=shape.random,
-    )
+    experts = replace(body.experts, total=body.experts.total + more, rows=rows)
+    return replace(piece, body=replace(body, params=params if more else body.params, experts=experts))

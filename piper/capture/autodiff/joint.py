@@ -55,12 +55,9 @@ def trace_joint(
     ways: int,
     device: torch.device,
     *,
-    decompose: bool = False,
+    decompose: bool = False,  # into what Inductor compiles, so that a partition sees what it will fuse
 ) -> Joint:
-    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs.
-
-    decompose: trace into the operations that Inductor compiles, so that a partition sees what it will fuse.
-    """
+    """Trace a body, with gradients from the outputs in `tangents` to trained parameters and to inputs."""
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     # Nothing here calls the code of a graph module, and writing it takes a twentieth of the time.
@@ -82,8 +79,7 @@ def trace_joint(
         except (RuntimeError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
     correct_sums(traced.graph)
-    _without_aliases(traced.graph)
-    _with_memory(traced.graph)
+    _correct(traced.graph)
     if any(node.target in REWRITTEN for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
@@ -105,19 +101,14 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
         return {**select_decomp_table(), **DECOMPOSITIONS}
 
 
-def _without_aliases(graph: fx.Graph) -> None:
-    """Remove operations that return their argument as it is.
-
-    Torch adds some where Python happens to hold one more reference to a value, as while a profiler looks.
-    Equal models would then have unequal graphs, which are not found in the cache.
-    """
+def _correct(graph: fx.Graph) -> None:
+    """Remove operations that return their argument as it is, and give zeros memory."""
+    # Torch adds aliases where Python happens to hold one more reference to a value, as while a profiler
+    # looks. Equal models would then have unequal graphs, which are not found in the cache.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
-
-
-def _with_memory(graph: fx.Graph) -> None:
-    """Give zeros memory: those of autograd, as in the gradient of `sgn`, have none that could be added to."""
+    # The zeros of autograd, as in the gradient of `sgn`, have no memory that could be added to.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
         node.target = torch.ops.aten.zeros.default
         node.meta["val"] = node.meta["val"].clone()
@@ -170,28 +161,43 @@ def _fakes(
         where = like.device if like.device.type == "cpu" else device  # some numbers are the host's
         return torch.empty(shape, dtype=like.dtype, device=where).requires_grad_(grad)
 
-    def share(tensor: Tensor) -> Sequence[int]:
-        """Return the length of the first axis of a tensor sharded by expert."""
-        return () if rows is None else [tensor.shape[0] // ways]
-
-    def routed(index: int) -> Sequence[int | torch.SymInt]:
-        """Return the length of the first axis of routed rows or of their counts."""
-        if rows is None or body.experts is None:
-            return ()
-        return [body.experts.total // ways if body.experts.counts[index] else rows]
-
+    state = [*zip(body.params, trained, strict=True), *((buffer, False) for buffer in body.buffers)]
+    inputs = [(tensor, tensor.requires_grad) for tensor in body.inputs]
     with mode:
-        return (
-            *(fake(routed(index), tensor, tensor.requires_grad) for index, tensor in enumerate(body.inputs)),
-            *(fake(share(tensor), tensor, grad) for tensor, grad in zip(body.params, trained, strict=True)),
-            *(fake(share(tensor), tensor, False) for tensor in body.buffers),
-        )
+        if rows is None or body.experts is None:
+            return tuple(fake((), tensor, grad) for tensor, grad in (*inputs, *state))
+        local, counts = body.experts.total // ways, body.experts.counts  # or the rows, or their counts
+        routed = [
+            fake([local if counted else rows], tensor, grad)
+            for (tensor, grad), counted in zip(inputs, counts, strict=True)
+        ]
+        return (*routed, *(fake([tensor.shape[0] // ways], tensor, grad) for tensor, grad in state))
 
 
 def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Joint:
     """Sort the joint graph's inputs and outputs by what torch says they are."""
-    plain, tangents = _read_placeholders(traced)
-    outputs, mutated, grads = _read_outputs(traced)
+    plain: dict[int, fx.Node] = {}  # arguments by position
+    tangents: dict[int, fx.Node] = {}  # by output
+    outputs: dict[int, fx.Node] = {}
+    mutated: dict[int, fx.Node] = {}  # new values and gradients of arguments, by position
+    grads: dict[int, fx.Node] = {}
+    last = next(iter(reversed(traced.graph.nodes)))
+    given = [(node, node.meta["desc"]) for node in traced.graph.find_nodes(op="placeholder")]
+    returned = zip(last.args[0], last.meta["desc"], strict=True)
+    for node, described in [*given, *(pair for pair in returned if None not in pair)]:
+        match described:
+            case aot.PlainAOTInput(idx=index):
+                plain[index] = node
+            case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+                tangents[index] = node
+            case aot.PlainAOTOutput(idx=index):
+                outputs[index] = node
+            case aot.GradAOTOutput(grad_of=aot.PlainAOTInput(idx=index)):
+                grads[index] = node
+            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)):
+                mutated[index] = node
+            case other:
+                raise UntraceableError(f"torch makes it take or return {other}")
     first_param = len(body.inputs)
     first_buffer = first_param + len(body.params)
     if any(index < first_buffer for index in mutated):
@@ -214,42 +220,3 @@ def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Join
         grad_params=between(grads, first_param),
         sizes=sizes,
     )
-
-
-def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """Return the joint graph's arguments by position, and its tangents by output."""
-    plain: dict[int, fx.Node] = {}
-    tangents: dict[int, fx.Node] = {}
-    for node in traced.graph.find_nodes(op="placeholder"):
-        match node.meta["desc"]:
-            case aot.PlainAOTInput(idx=index):
-                plain[index] = node
-            case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
-                tangents[index] = node
-            case other:
-                raise UntraceableError(f"torch passes it {other}")
-    return plain, tangents
-
-
-def _read_outputs(
-    traced: fx.GraphModule,
-) -> tuple[dict[int, fx.Node], dict[int, fx.Node], dict[int, fx.Node]]:
-    """Return the joint graph's outputs, new values of arguments and gradients of arguments, by position."""
-    outputs: dict[int, fx.Node] = {}
-    mutated: dict[int, fx.Node] = {}
-    grads: dict[int, fx.Node] = {}
-    last = next(iter(reversed(traced.graph.nodes)))
-    for node, desc in zip(last.args[0], last.meta["desc"], strict=True):
-        match desc:
-            case aot.PlainAOTOutput(idx=index):
-                outputs[index] = node
-            case aot.GradAOTOutput(grad_of=aot.PlainAOTInput(idx=index)):
-                if node is not None:
-                    grads[index] = node
-            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)):
-                mutated[index] = node
-            case None:
-                pass
-            case other:
-                raise UntraceableError(f"torch makes it return {other}")
-    return outputs, mutated, grads

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.joint import Joint
-from piper.capture.autodiff.kernel_order import order_recomputed
 from piper.capture.cost.aliases import (
     cheap,
     is_view,
     memory_of,
     memory_readers,
+    read_from_memory,
     recomputable,
     takes_one,
     tensors_in,
 )
 from piper.capture.cost.section import KINDS, Kind, Section, Write
-from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.graph_walks import reached, ready_first, upstream
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten
+Places = Mapping[fx.Node, tuple[Kind, int]]  # where the values that phases read come from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +53,10 @@ class _Needs:
 
 def partition(
     joint: Joint,
-    keep: Collection[fx.Node] | None = None,
-    writers: Mapping[fx.Node, fx.Node] | None = None,
+    keep: Collection[fx.Node] | None = None,  # values of the forward that may be saved; None: all
+    writers: Mapping[fx.Node, fx.Node] | None = None,  # recomputed values, and results made beside them
 ) -> Partition:
-    """Cut a joint graph into its phases.
-
-    keep: the values of the forward that may be saved. None: all of them. A backward recomputes the others
-    that it needs. writers: values that are recomputed where a result of the backward is computed.
-    """
+    """Cut a joint graph into its phases. A backward recomputes the values that it needs and may not save."""
     return _Partitioner(joint, keep, writers or {}).run()
 
 
@@ -73,13 +70,9 @@ class _Partitioner:
         self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
-        groups: tuple[tuple[Kind, Mapping[int, fx.Node]], ...] = (
-            ("inputs", joint.inputs),
-            ("params", joint.params),
-            ("buffers", joint.buffers),
-            ("tangents", joint.tangents),
+        self.given = _places(
+            inputs=joint.inputs, params=joint.params, buffers=joint.buffers, tangents=joint.tangents
         )
-        self.given = {node: (kind, position) for kind, nodes in groups for position, node in nodes.items()}
         self.casts = casts(joint, self.backward)
 
     def run(self) -> Partition:
@@ -94,11 +87,11 @@ class _Partitioner:
         outputs = [self._result(node) for node in joint.outputs]
         sections: dict[Phase, Section] = {"F": self._forward(outputs, saved)}
         if inner or weight:
-            kept = {node: index for index, node in enumerate(saved)}
-            handed = {node: index for index, node in enumerate(carried)}
-            sections["B"] = self._backward(whole, kept, handed, joint.grad_inputs, joint.grad_params)
-            sections["BI"] = self._backward(half, kept, handed, joint.grad_inputs, {}, carried)
-            sections["BW"] = self._backward(second, kept, handed, {}, joint.grad_params)
+            handed = _places(saved=dict(enumerate(saved)), carried=dict(enumerate(carried)))
+            places = {**self.given, **handed}
+            sections["B"] = self._backward(whole, places, joint.grad_inputs, joint.grad_params)
+            sections["BI"] = self._backward(half, places, joint.grad_inputs, {}, carried)
+            sections["BW"] = self._backward(second, places, {}, joint.grad_params)
         return Partition(joint=joint, outputs=outputs, saved=saved, carried=carried, sections=sections)
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -114,10 +107,8 @@ class _Partitioner:
         return [*placed, *(node for node in self._sorted(body) if node not in placed)]
 
     def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return the values that a phase writes again in the kernel of one of its own results.
-
-        A value that a recomputed operation of the forward reads from memory is needed before.
-        """
+        """Return the values that a phase writes again in the kernel of one of its own results."""
+        # A value that a recomputed operation of the forward reads from memory is needed before.
 
         def early(node: fx.Node) -> bool:
             return node in body and node not in self.backward
@@ -128,21 +119,13 @@ class _Partitioner:
             if value in body and result in body and not any(memory_readers(value, early))
         }
 
-    def _closure(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the backward nodes that the roots need.
-
-        Where a node returns a tuple, include all its items, because phases exchange tensors.
-        """
-        reached = upstream(roots, self.backward.__contains__)
-        tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
-        return reached.union(user for node in tuples for user in node.users if user in self.backward)
-
     def _computed_by_inner(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
-        """Return the values that BI computes and BW need not compute again.
-
-        These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
-        """
-        computed = self._closure(inner)
+        """Return the values that BI computes and BW need not compute again."""
+        # These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
+        needed = upstream(inner, self.backward.__contains__)
+        tuples = [node for node in needed if isinstance(node.meta.get("val"), tuple | list)]
+        # Phases exchange tensors: of a tuple all items are computed.
+        computed = needed.union(user for node in tuples for user in node.users if user in self.backward)
         if self.keep is None:
             return computed
         computed |= {value for value, result in self.writers.items() if result in computed}
@@ -203,60 +186,37 @@ class _Partitioner:
     def _backward(
         self,
         needs: _Needs,
-        saved: Mapping[fx.Node, int],
-        carried: Mapping[fx.Node, int],
+        places: Places,
         grad_inputs: Mapping[int, fx.Node],
         grad_params: Mapping[int, fx.Node],
         hands_on: Sequence[fx.Node] = (),
     ) -> Section:
-        reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
-        for node in needs.reads:
-            if self._saved(node):
-                reads["saved"][saved[node]] = node
-            elif self._carried(node):
-                reads["carried"][carried[node]] = node
-            else:
-                kind, position = self.given[node]
-                reads[kind][position] = node
+        # Each result has its own memory, because readers add to it or free it. A carried value keeps its
+        # strides, since it stays on the device. A gradient may be sent and is dense.
+        taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
+        taken |= {memory_of(node) for node in hands_on}
+        writes = []
+        for node in (*grad_inputs.values(), *grad_params.values()):
+            writes.append(Write(node=node, copy=memory_of(node) in taken or not _fills_memory(node)))
+            taken.add(memory_of(node))
         body, writers = order_recomputed(self._late(needs.body), self._within(needs.body))
         return Section(
-            reads=_in_order(reads),
+            reads=_by_kind(needs.reads, places),
             body=body,
             lengths=needs.lengths,
             writers=writers,
-            writes=self._gradients([*grad_inputs.values(), *grad_params.values()], hands_on, needs),
+            writes=[*writes, *(Write(node=node) for node in hands_on)],
             grad_inputs=tuple(grad_inputs),
             grad_params=tuple(grad_params),
         )
 
-    def _gradients(
-        self, gradients: Sequence[fx.Node], hands_on: Sequence[fx.Node], needs: _Needs
-    ) -> list[Write]:
-        """Return the results of a backward phase.
-
-        Each has its own memory, because readers add to it or free it.
-
-        A carried value keeps its strides, since it stays on the device. A gradient may be sent and is dense.
-        """
-        taken = {memory_of(node) for node in needs.reads if not self._carried(node)}
-        taken |= {memory_of(node) for node in hands_on}
-        writes = []
-        for node in gradients:
-            writes.append(Write(node=node, copy=memory_of(node) in taken or not _fills_memory(node)))
-            taken.add(memory_of(node))
-        return [*writes, *(Write(node=node) for node in hands_on)]
-
     def _forward(self, outputs: Sequence[fx.Node], saved: Sequence[fx.Node]) -> Section:
         mutated = [self.joint.mutated[position] for position in sorted(self.joint.mutated)]
-        reached = upstream([*outputs, *saved, *mutated])
-        body = {node for node in reached if node.op != "placeholder"}
-        reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
-        for node in reached - body:
-            kind, position = self.given[node]
-            reads[kind][position] = node
+        needed = upstream([*outputs, *saved, *mutated])
+        body = {node for node in needed if node.op != "placeholder"}
         kept = {memory_of(node) for node in [*outputs, *saved, *self.given]}
         return Section(
-            reads=_in_order(reads),
+            reads=_by_kind(needed - body, self.given),
             body=self._sorted(body),
             lengths={},
             writes=[
@@ -267,8 +227,18 @@ class _Partitioner:
         )
 
 
-def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:
-    return {kind: dict(sorted(nodes.items())) for kind, nodes in reads.items()}
+def _places(**groups: Mapping[int, fx.Node]) -> Places:
+    """Return the kind and the position of each value, of values by kind and position."""
+    return {node: (kind, position) for kind in KINDS for position, node in groups.get(kind, {}).items()}
+
+
+def _by_kind(nodes: Collection[fx.Node], places: Places) -> dict[Kind, dict[int, fx.Node]]:
+    """Return what a phase reads by its kind, and in order by its position."""
+    reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
+    for node in sorted(nodes, key=lambda node: places[node][1]):
+        kind, position = places[node]
+        reads[kind][position] = node
+    return reads
 
 
 def _fills_memory(node: fx.Node) -> bool:
@@ -279,10 +249,7 @@ def _fills_memory(node: fx.Node) -> bool:
 
 
 def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the forward's casts of parameters.
-
-    If they were saved, each microbatch would hold a copy of the weights.
-    """
+    """Return the casts of parameters: were they saved, each microbatch would hold a copy of the weights."""
     params = set(joint.params.values())
     copied: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -313,3 +280,55 @@ def _axis_with(size: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] |
                 if isinstance(length, torch.SymInt) and length.node.expr == wanted.node.expr:
                     return node, axis
     return None
+
+
+def order_recomputed(
+    body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Return a body with each value that is written again next to its writer, and its readers behind.
+
+    Return too the writers that can be used. A value that its writer's kernel waits for stays where it is.
+    """
+    used = dict(writers)
+    while used:
+        awaited = _awaited(body, used)
+        ordered = ready_first(awaited)
+        if len(ordered) == len(body):
+            return ordered, used
+        stuck = {node: awaited[node] for node in awaited.keys() - set(ordered)}
+        circular = (v for v in body if v in used and any(_awaits_itself(n, stuck) for n in (v, used[v])))
+        del used[next(circular)]
+    return list(body), {}
+
+
+def _awaited(body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes of a body that each of them has to wait for."""
+    inside = set(body)
+    awaited = {node: set(node.all_input_nodes) & inside for node in body}
+    kernels = {writer: _kernel(writer, writers, inside) for writer in writers.values()}
+    for value, writer in writers.items():
+        kernel = kernels[writer]
+        if value in kernel:  # the writer reads it, and so is behind it
+            awaited[value] |= {source for node in kernel for source in awaited[node]} - kernel
+        else:
+            awaited[value] |= awaited[writer]
+        for reader in memory_readers(value, inside.__contains__):
+            awaited[reader].add(writer)
+    return awaited
+
+
+def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that are fused into the kernel that writes a result."""
+
+    def fused(node: fx.Node) -> bool:
+        if node is result:
+            return True
+        if node in inside and (writers.get(node) is result or recomputable(node)):
+            return True
+        return node in inside and cheap(node) and not read_from_memory(node, inside.__contains__)
+
+    return upstream([result], fused)
+
+
+def _awaits_itself(node: fx.Node, awaited: Mapping[fx.Node, set[fx.Node]]) -> bool:
+    return node in reached(awaited.get(node, ()), lambda other: awaited.get(other, ()))

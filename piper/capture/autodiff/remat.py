@@ -7,6 +7,7 @@ allows more operations, cheapest per freed byte first, until it is met.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.joint import Joint
-from piper.capture.autodiff.mincut import INFINITE, Network
 from piper.capture.autodiff.partition import Partition, backward_nodes, casts
 from piper.capture.cost.aliases import (
     cheap,
@@ -22,13 +22,15 @@ from piper.capture.cost.aliases import (
     memory_readers,
     read_from_memory,
     recomputable,
+    storages,
     takes_one,
     tensors_in,
 )
-from piper.capture.cost.estimate import flops_of, traffic_of
+from piper.capture.cost.estimate import flops_of
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import reached, upstream
 
+INFINITE = 1 << 62  # a capacity, in bytes
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 
 
@@ -45,11 +47,9 @@ class Choice:
 
 
 def choose(plain: Partition, budget: float | None, *, compiled: bool) -> Choice:
-    """Choose the saved values of a chunk whose partition without recomputation is `plain`.
-
-    budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
-    compiled: a compiler fuses cheap operations with their readers.
-    """
+    """Choose the saved values of a chunk whose partition without recomputation is `plain`."""
+    # budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
+    # compiled: a compiler fuses cheap operations with their readers.
     return _Chooser(plain, compiled).run(budget)
 
 
@@ -111,11 +111,9 @@ class _Chooser:
         return recomputable(node) or node in self.casts or takes_one(node)
 
     def _fixed(self, node: fx.Node) -> bool:
-        """Return whether a value must not be recomputed: it is random, or a choice such as where a row goes.
-
-        A choice that is recomputed from numbers that differ in their last bit could come out differently.
-        Attention's integer results are no choice: they are the state of a generator that it does not use.
-        """
+        """Return whether a value must not be recomputed: it is random, or a choice, as where a row goes."""
+        # A choice that is recomputed from numbers that differ in their last bit could come out differently.
+        # Attention's integer results are no choice: they are the state of a generator that it does not use.
         if self._passes(node):
             return False
         if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
@@ -126,8 +124,8 @@ class _Chooser:
     def _density(self, node: fx.Node) -> float:
         """Return the cost of recomputing a value, per byte that it holds."""
         nbytes = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
-        cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
-        return cost / max(nbytes, 1)
+        moved = sum(self.sizes.nbytes(tensor) for _, tensor in storages([node, *node.all_input_nodes]))
+        return (flops_of(node, self.sizes) + _FLOPS_PER_BYTE * moved) / max(nbytes, 1)
 
     def _cut(self, allowed: int) -> list[fx.Node]:
         """Return the values to save if the first `allowed` of the costly operations may be recomputed."""
@@ -183,10 +181,7 @@ class _Writers:
         self.written: dict[fx.Node, list[fx.Node]] = {}  # by result: the values so far
 
     def find(self, values: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Return, for each value that costs only one more write to recompute, the result it is written with.
-
-        values: forward values that a compiler can fuse, and that the backward reads from memory.
-        """
+        """Return the values that cost only one more write, each with the result it is written with."""
         writers: dict[fx.Node, fx.Node] = {}
         for value in values:
             wanted = {root for root, length in self.roots[value].items() if length >= self.length[value]}
@@ -223,3 +218,75 @@ class _Writers:
             return (*node.users, *(reader for other in later for reader in memory_readers(other, backward)))
 
         return reached(memory_readers(value, backward), then)
+
+
+class Network:
+    """A directed network of numbered places, with a capacity on each edge."""
+
+    def __init__(self) -> None:
+        self.edges: list[list[int]] = []  # of each place, the numbers of its edges, both ways
+        self.ends: list[int] = []
+        self.left: list[int] = []  # what an edge can still take; with its last bit flipped it is the way back
+        self.source, self.sink = self.place(), self.place()
+
+    def place(self) -> int:
+        """Add a place."""
+        self.edges.append([])
+        return len(self.edges) - 1
+
+    def join(self, start: int, end: int, capacity: int = INFINITE) -> None:
+        """Add an edge."""
+        for here, there, left in ((start, end, capacity), (end, start, 0)):
+            self.edges[here].append(len(self.ends))
+            self.ends.append(there)
+            self.left.append(left)
+
+    def behind_cut(self) -> set[int]:
+        """Return the places behind the minimum cut, of several the one nearest to the sink."""
+        while (levels := self._levels())[self.sink] >= 0:
+            self._fill(levels)
+
+        def before(place: int) -> Iterable[int]:
+            return (self.ends[edge] for edge in self.edges[place] if self.left[edge ^ 1])
+
+        return reached([self.sink], before)
+
+    def _levels(self) -> list[int]:
+        """Return each place's distance from the source along edges with capacity left. -1: unreachable."""
+        levels = [-1] * len(self.edges)
+        levels[self.source] = 0
+        queue = deque([self.source])
+        while queue:
+            here = queue.popleft()
+            for edge in self.edges[here]:
+                there = self.ends[edge]
+                if levels[there] < 0 and self.left[edge]:
+                    levels[there] = levels[here] + 1
+                    queue.append(there)
+        return levels
+
+    def _fill(self, levels: list[int]) -> None:
+        """Send as much as fits along the shortest ways."""
+        tried = [0] * len(self.edges)
+        path: list[int] = []
+        while True:
+            here = self.ends[path[-1]] if path else self.source
+            if here == self.sink:
+                least = min(self.left[edge] for edge in path)
+                for edge in path:
+                    self.left[edge] -= least
+                    self.left[edge ^ 1] += least
+                full = next(i for i, edge in enumerate(path) if not self.left[edge])
+                del path[full:]
+                continue
+            edges = self.edges[here]
+            while tried[here] < len(edges):
+                edge = edges[tried[here]]
+                if self.left[edge] and levels[self.ends[edge]] == levels[here] + 1:
+                    path.append(edge)
+                    break
+                tried[here] += 1
+            else:
+                if not path:
+                    return
+                tried[self.ends[path.pop() ^ 1]] += 1

@@ -40,10 +40,7 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """A folder of entries by name, which any number of processes may share.
-
-    An entry is complete or absent, also where several processes write it or one of them dies.
-    """
+    """A folder of entries. Each is complete or absent, where many processes write, or one dies as it does."""
 
     folder: Path = CACHE
     key: Path = KEY
@@ -56,25 +53,19 @@ class Cache:
         except OSError:
             return None
         digest, manifest = stored[:_DIGEST], stored[_DIGEST:]
-        if not hmac.compare_digest(digest, self._sign(name, manifest)):
-            self._warn_damaged(name)
+        signed = hmac.compare_digest(digest, self._sign(name, manifest))
+        listed: dict[str, str] = json.loads(manifest) if signed else {}
+        contents = {path: self._blob(folder, blob) for path, blob in listed.items()}
+        files = {path: content for path, content in contents.items() if content is not None}
+        if not files or len(files) < len(listed):
+            path = self.folder / "chunks" / name[:2] / name
+            warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=2)
             return None
-        listed: dict[str, str] = json.loads(manifest)
-        files = {path: self._blob(folder, blob) for path, blob in listed.items()}
-        if any(content is None for content in files.values()):
-            self._warn_damaged(name)
-            return None
-        whole = {path: content for path, content in files.items() if content is not None}
-        return CacheEntry(artifact=whole.pop(""), files=whole)
+        return CacheEntry(artifact=files.pop(""), files=files)
 
     def empty(self) -> bool:
         """Return whether nothing has been stored yet."""
         return not (self._root() / "chunks").exists()
-
-    def _warn_damaged(self, name: str) -> None:
-        """Warn of an entry that is not as it was written. It counts as missing."""
-        path = self.folder / "chunks" / name[:2] / name
-        warnings.warn(f"{path} is damaged: the code is compiled again", stacklevel=3)
 
     def keep(self, name: str, entry: CacheEntry) -> None:
         """Write an entry, in place of one of the same name."""
@@ -129,9 +120,8 @@ def _write(path: Path, content: bytes) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
             Path(unnamed).replace(path)
-        except OSError:
+        finally:
             Path(unnamed).unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise ConfigError(
             "the cache cannot be written",

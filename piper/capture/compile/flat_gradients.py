@@ -34,43 +34,29 @@ def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Sou
 
 
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
-    """Return a graph that writes some gradients into further arguments, and returns its other results.
-
-    Its last argument says whether it adds them to what is there.
-    """
-    outputs = _outputs(module)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in inputs:
-        copies[node] = graph.node_copy(node)
-    targets: dict[fx.Node, fx.Node] = {}  # by the node that computes a gradient
-    for number, place in enumerate(results):
-        given = graph.placeholder(f"into_{number}")
-        given.meta = {"val": _summed(outputs[place])}
-        targets[_product(outputs[place])] = given
-    add = graph.placeholder("add")
+    """Write some gradients into further arguments, or add them if the last one says so; return the others."""
+    outputs, graph, copies = _outputs(module), fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(module.graph, copies)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        targets = [graph.placeholder(f"into_{number}") for number, _ in enumerate(results)]
+        add = graph.placeholder("add")
     add.meta = {"val": torch.tensor(False)}
-    for node in module.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        target = targets.get(node)
-        if target is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            continue
-        if node.target is EMBEDDING_GRAD:
-            grad, rows, _, padding, _ = node.args
-            looked_up = (copies[cast(fx.Node, grad)], copies[cast(fx.Node, rows)])
-            graph.call_function(embedding_grad_into, (*looked_up, target, add, padding))
-        else:
-            first, second = cast(tuple[fx.Node, fx.Node], node.args)
+    for place, target in zip(results, targets, strict=True):
+        target.meta = {"val": _summed(outputs[place])}
+        product = _product(outputs[place])  # neither it nor its views are read
+        with graph.inserting_before(copies[product]):
+            if product.target is EMBEDDING_GRAD:
+                grad, rows, _, padding, _ = product.args
+                looked_up = (copies[cast(fx.Node, grad)], copies[cast(fx.Node, rows)])
+                graph.call_function(embedding_grad_into, (*looked_up, target, add, padding))
+                continue
+            first, second = cast(tuple[fx.Node, fx.Node], product.args)
             columns = _transposed(first)
             if columns is None:
                 left = graph.call_function(_aten.t.default, (copies[first],))
             else:
                 left = copies[_rows(columns)]
             graph.call_function(mm_into, (left, copies[_rows(second)], target, add))
-        copies[node] = target  # its views are not read
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
@@ -134,10 +120,8 @@ class FlatPhase(CompiledPhase):
     def boxed_into(
         self, arguments: list[Tensor], targets: Sequence[Tensor], *, add: bool = False
     ) -> list[Tensor]:
-        """Call the code with arguments in a list, which it empties. Return all results, the targets too.
-
-        add: the targets hold sums, to which gradients are added. Else they are overwritten.
-        """
+        """Call the code with arguments in a list, which it empties. Return all results, the targets too."""
+        # add: the targets hold sums, to which gradients are added. Else they are overwritten.
         arguments += (*targets, self.flags[add])
         results = list(self.inner(arguments))
         for place, target in zip(self.results, targets, strict=True):

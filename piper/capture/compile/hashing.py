@@ -1,6 +1,7 @@
 """Names code by what it does, so that identical stages are traced and compiled once."""
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -16,17 +17,16 @@ def structural_key(
     tangents: Sequence[int],
     ways: int,
     device: torch.device,
-    variant: str = "",
+    variant: str = "",  # the settings by which the code is made from the body
 ) -> str:
-    """Return a hash of all that decides a body's code. Parameters count by shape, not by name.
-
-    variant: the settings by which the code is made from the body. Empty: the default ones.
-    """
+    """Return a hash of all that decides a body's code. Parameters count by shape, not by name."""
     lines = [f"{body.experts} / {ways} on {device}"]
     for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
         for tensor in tensors:
             grad = tensor.requires_grad if group == "input" else ""
-            lines.append(f"{group} {_shape(tensor)} {tensor.dtype} {grad}")
+            # The names of symbols differ between otherwise equal layers.
+            shape = ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
+            lines.append(f"{group} {shape} {tensor.dtype} {grad}")
     lines.append(f"trained {list(trained)} tangents {list(tangents)}")
     lines += node_lines(body.graph.nodes, body.root, {})
     return digest_of([*lines, variant] if variant else lines)[:16]
@@ -41,10 +41,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:
-    """Yield operations as text: each with its arguments, without the names that the trace chose.
-
-    numbers: of the values from outside; those of the operations are added.
-    """
+    """Yield operations as text, without names that the trace chose, and add them to numbered values."""
     for node in nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]
@@ -52,19 +49,11 @@ def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node,
         yield f"{node.op} {_target(node, root)} {' '.join(shown + named)}"
 
 
-def _shape(tensor: Tensor) -> str:
-    """Return a shape without the names of its symbols, which differ between otherwise equal layers."""
-    return ",".join("?" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape)
-
-
 def _target(node: fx.Node, root: nn.Module) -> str:
     if node.op == "placeholder":
         return ""
     if node.op == "get_attr":  # the body of a higher-order operation
-        value: object = root
-        for attribute in str(node.target).split("."):
-            value = getattr(value, attribute)
-        match value:
+        match value := operator.attrgetter(str(node.target))(root):
             case fx.GraphModule():
                 return str(value.graph)
             case Tensor() if not isinstance(value, FakeTensor):

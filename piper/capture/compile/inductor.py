@@ -81,11 +81,7 @@ class Compiled(CompiledPhase):
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
         entry: CacheEntry | None = None,
     ) -> None:
-        """Load a compiled phase.
-
-        `name`: the name of its entry in the cache. `entry`: what the cache has under that name. None: it is
-        looked up.
-        """
+        """Load a compiled phase. entry: what the cache has under its name. None: it is looked up."""
         self.name, self.artifact, self.cache = name, artifact, cache
         self.modules, self.plain = tuple(modules), plain
         entry = entry or cache.find(name)
@@ -135,12 +131,8 @@ def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
     except PiperError:
         raise
     except _BROKEN as error:
-        log.info(
-            "%s of %s is compiled again: what is cached fails to load. %s",
-            source.phase,
-            source.chunk,
-            reason(error),
-        )
+        what = f"{source.phase} of {source.chunk}"
+        log.info("%s is compiled again: what is cached fails to load. %s", what, reason(error))
         return None
 
 
@@ -222,29 +214,20 @@ def read_triton(device: str) -> None:
 
 def name_of(source: Source) -> str:
     """Return a hash of all that decides the compiled form: graph, arguments, torch and machine."""
-    return digest_of(_lines(source))
-
-
-def _lines(source: Source) -> Iterator[str]:
-    yield torch.__version__
-    yield torch_key().hex()
-    yield str(_OPTIONS)
-    yield _machine(source.arguments[0].device.type if source.arguments else "cpu")
-    for value in source.arguments:
-        yield f"{_known(value.shape)} {_known(value.stride())} {value.dtype} {value.device.type}"
-    yield from node_lines(source.module.graph.nodes, source.module, {})
+    machine = _machine(source.arguments[0].device.type if source.arguments else "cpu")
+    values = (
+        f"{_known(value.shape)} {_known(value.stride())} {value.dtype} {value.device.type}"
+        for value in source.arguments
+    )
+    nodes = node_lines(source.module.graph.nodes, source.module, {})
+    return digest_of([torch.__version__, torch_key().hex(), str(_OPTIONS), machine, *values, *nodes])
 
 
 def _known(sizes: Sequence[int | torch.SymInt]) -> str:
     """Return sizes as text, with every symbol that routing decides written as `rows`."""
-    shown = []
-    for size in sizes:
-        if isinstance(size, torch.SymInt):
-            names = {symbol: sympy.Symbol("rows") for symbol in size.node.expr.free_symbols}
-            shown.append(str(size.node.expr.subs(names)))
-        else:
-            shown.append(str(size))
-    return ",".join(shown)
+    exprs = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in sizes]
+    rows = sympy.Symbol("rows")
+    return ",".join(str(expr.subs(dict.fromkeys(expr.free_symbols, rows))) for expr in exprs)
 
 
 @functools.cache
@@ -260,19 +243,14 @@ def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
     shapes, symbols = mode.shape_env, dict[sympy.Symbol, sympy.Symbol]()
     assert shapes is not None
 
-    def unknown(symbol: sympy.Symbol) -> sympy.Symbol:
-        if symbol not in symbols:
-            symbols[symbol] = shapes.create_symbol(
-                _HINT, ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC
-            )
-        return symbols[symbol]
-
     def size(given: int | torch.SymInt) -> int | torch.SymInt:
         if not isinstance(given, torch.SymInt) or not given.node.expr.free_symbols:
             return int(given)
-        expression = given.node.expr
-        fresh = expression.subs({symbol: unknown(symbol) for symbol in expression.free_symbols})
-        hint = int(fresh.subs({symbol: _HINT for symbol in fresh.free_symbols}))
+        for symbol in given.node.expr.free_symbols - symbols.keys():
+            source = ConstantSource("rows")
+            symbols[symbol] = shapes.create_symbol(_HINT, source, dynamic_dim=DimDynamic.DYNAMIC)
+        fresh = given.node.expr.subs(symbols)
+        hint = int(fresh.subs(dict.fromkeys(fresh.free_symbols, _HINT)))
         symbolic = shapes.create_symintnode(fresh, hint=hint)
         assert isinstance(symbolic, torch.SymInt)
         return symbolic

@@ -10,12 +10,10 @@ SPARSE = 16  # rows of a table for each that is read, from which on it is mostly
 
 @torch.library.custom_op("piper::embedding_grad", mutates_args=())
 def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
-    """Compute the gradient of an embedding's table.
-
-    Inductor's decomposition adds up in a float32 table that is then cast. For a bf16 table of a large
-    vocabulary that takes three times the memory, and most of the time of its region. Sorting the rows first,
-    as eager code does, needs no such table, but takes longer than a small table does.
-    """
+    """Compute the gradient of an embedding's table."""
+    # Inductor's decomposition adds up in a float32 table that is then cast. For a bf16 table of a large
+    # vocabulary that takes three times the memory, and most of the time of its region. Sorting the rows
+    # first, as eager code does, needs no such table, but takes longer than a small table does.
     small = length < SPARSE * rows.numel() and grad.dtype is not torch.float64 and not by_count
     if small and grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return through_table(grad, rows, length, padding)
@@ -42,11 +40,9 @@ def through_table(grad: Tensor, rows: Tensor, length: int, padding: int) -> Tens
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute silu from the sigmoid that its gradient reads too.
-
-    Inductor's own divides where this multiplies, and by an exact exponential. Where a kernel rounds what
-    it computes to fp8 as well, these two are most of its time.
-    """
+    """Compute silu from the sigmoid that its gradient reads too."""
+    # Inductor's own divides where this multiplies, and by an exact exponential. Where a kernel rounds what
+    # it computes to fp8 as well, these two are most of its time.
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide * wide.sigmoid()).to(x.dtype)
 
@@ -77,37 +73,25 @@ embedding_grad_into = torch.ops.piper.embedding_grad_into.default
 
 
 def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
-    """Write left^T right into given memory, or add it. Inductor would copy that of `aten.mm.out`.
-
-    Both have rows in their last axis. They become matrices here, because for a view of a fused result
-    Inductor computes that result once more.
-    add: on the host, so that one compiled graph does both and no device is waited for.
-    """
+    """Write left^T right into given memory, or add it. Inductor would copy that of `aten.mm.out`."""
+    # Both have rows in their last axis. They become matrices here, because for a view of a fused result
+    # Inductor computes that result once more. `add` is on the host, so that one compiled graph does both and
+    # no device is waited for.
     columns, rows = left.flatten(0, -2).t(), right.flatten(0, -2)
-    if out.dtype is not columns.dtype:
-        _mm_into_wider(columns, rows, out, add=bool(add.item()))
-    elif add.item():
-        out.addmm_(columns, rows)
-    else:
-        torch.mm(columns, rows, out=out)
-
-
-def _mm_into_wider(columns: Tensor, rows: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write a product of half precision into a sum in float32, or add it. A GPU does not round it first."""
-    if not out.is_cuda:
+    if out.dtype is columns.dtype:
+        out.addmm_(columns, rows) if add.item() else torch.mm(columns, rows, out=out)
+    elif not out.is_cuda:
         product = torch.mm(columns, rows)
-        out.add_(product) if add else out.copy_(product)
-    elif add:
+        out.add_(product) if add.item() else out.copy_(product)
+    elif add.item():  # a sum in float32: a GPU adds the product to it before it is rounded
         torch.ops.aten.addmm.dtype_out(out, columns, rows, out.dtype, out=out)
     else:
         torch.ops.aten.mm.dtype_out(columns, rows, out.dtype, out=out)
 
 
 def _embedding_grad_into(grad: Tensor, rows: Tensor, out: Tensor, add: Tensor, padding: int) -> None:
-    """Write the gradient of an embedding's table into given memory, or add the rows that were read.
-
-    In the same order each time: on a GPU `index_put_` sorts rows, where `index_add_` takes any order.
-    """
+    """Write the gradient of an embedding's table into given memory, or add the rows that were read."""
+    # In the same order each time: on a GPU `index_put_` sorts rows, where `index_add_` takes any order.
     places, given = rows.reshape(-1), grad.reshape(-1, *grad.shape[rows.dim() :]).to(out.dtype)
     if padding >= 0:
         given = given.masked_fill((places == padding).unsqueeze(-1), 0.0)
@@ -119,11 +103,6 @@ def _embedding_grad_into(grad: Tensor, rows: Tensor, out: Tensor, add: Tensor, p
         out.index_add_(0, places, given)
 
 
-def _fake_into(*arguments: object) -> None:
-    """Return what the trace needs of an operator that writes into given memory: nothing."""
-
-
-_library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
-_library.impl("embedding_grad_into", _embedding_grad_into, "CompositeExplicitAutograd")
-torch.library.register_fake("piper::mm_into", _fake_into, lib=_library)
-torch.library.register_fake("piper::embedding_grad_into", _fake_into, lib=_library)
+for _name, _kernel in (("mm_into", _mm_into), ("embedding_grad_into", _embedding_grad_into)):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"piper::{_name}", lambda *arguments: None, lib=_library)

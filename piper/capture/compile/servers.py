@@ -27,7 +27,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.compile.cache import Cache
-from piper.errors import PiperError
 from piper.process.custom_operators import modules_of
 
 if TYPE_CHECKING:
@@ -39,17 +38,6 @@ MOST_SERVERS = 4
 IDLE = 120.0  # seconds after which a server that has nothing to do ends
 GRACE = 10.0  # seconds that a server has to end
 _START = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({device!r}, {threads})"
-_UNSENT = (pickle.PicklingError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
-_FAILED = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    ImportError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 _BROKEN_OFF = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # ValueError: the pipe is closed
 
 
@@ -73,7 +61,7 @@ def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | No
         return None
     try:
         sent = GraphPickler.dumps(source, Options(ops_filter=None))
-    except _UNSENT:
+    except Exception:  # noqa: BLE001  whatever a pickle refuses is compiled by the process that asks
         return None
     modules = tuple(sorted(modules_of(source.module.graph)))
     return CompileRequest(name=name, modules=modules, source=sent, cache=cache)
@@ -100,24 +88,17 @@ class CompileServers:
             return
         threads = max(1, cores // (count + 1))
         code = _START.format(path=sys.path, module=__name__, device=device, threads=threads)
-        for _ in range(count):
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # so that it ends with the processes that compile its kernels
-                )
+        self.processes += [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that it ends with the processes that compile its kernels
             )
+            for _ in range(count)
+        ]
         weakref.finalize(self, end, self.processes)
-
-    def compile(
-        self, graphs: Mapping[str, "Source"], cache: Cache, report: Callable[[str], None]
-    ) -> "Compilation":
-        """Begin to compile graphs, the largest first. report: is called with the name of each that begins."""
-        ordered = sorted(graphs, key=lambda name: len(graphs[name].module.graph.nodes), reverse=True)
-        return Compilation(self.processes, {name: graphs[name] for name in ordered}, cache, report)
 
     def close(self) -> None:
         """End all servers. Idempotent."""
@@ -134,12 +115,13 @@ class Compilation:
         cache: Cache,
         report: Callable[[str], None],
     ) -> None:
+        """Begin to compile graphs, the largest first. report: is called with the name of each that begins."""
         self.report, self.taking = report, Lock()
         self.shared: Queue[str] = Queue()  # graphs that servers may take
         self.own: list[str] = []  # those that cannot be sent
         self.requests: dict[str, CompileRequest] = {}
-        for name, source in graphs.items():
-            request = request_of(name, source, cache) if processes else None
+        for name in sorted(graphs, key=lambda name: len(graphs[name].module.graph.nodes), reverse=True):
+            request = request_of(name, graphs[name], cache) if processes else None
             if request is None:
                 self.own.append(name)
             else:
@@ -165,9 +147,9 @@ class Compilation:
 
     def take(self) -> Iterator[str]:
         """Yield the names of graphs that no server has begun, for the caller to compile."""
-        while self.own:
-            self.report(self.own[0])
-            yield self.own.pop(0)
+        for name in self.own:
+            self.report(name)
+            yield name
         with suppress(Empty):
             while True:
                 name = self._next()
@@ -195,19 +177,17 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(BrokenPipeError):
             process.stdin.close()
-    Thread(target=reap, args=(ending,), daemon=True).start()
 
+    def reap() -> None:
+        """Wait for the processes, and kill those that do not end in time."""
+        for process in ending:
+            with process:  # which closes its pipes and waits for it
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
 
-def reap(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes, and kill those that do not end in time."""
-    for process in processes:
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    Thread(target=reap, daemon=True).start()
 
 
 def serve(device: str, threads: int) -> None:
@@ -265,6 +245,6 @@ def compile_request(request: CompileRequest) -> str:
         if name_of(source) != request.name:
             return "another graph arrived than was sent"
         compiled(request.name, source, request.cache)
-    except (PiperError, *_FAILED) as error:
+    except Exception as error:  # noqa: BLE001  the process that asked compiles it, and reports the error
         return f"{type(error).__name__}: {error}"
     return ""

@@ -29,10 +29,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def tuning_in(folder: Path) -> Iterator[list[Path]]:
-    """Let kernels that are loaded inside read and write their fastest forms in a folder.
-
-    Yield a list, to which the files of the kernels are added that have not been measured yet.
-    """
+    """Let kernels keep their fastest forms in a folder. Yield the files of those not measured yet."""
     unmeasured: list[Path] = []
     recheck: Callable[..., None] = CachingAutotuner.recheck_autotune_cache
 
@@ -88,12 +85,10 @@ def measuring_kernels(cache: Cache) -> Iterator[None]:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Return how long a GPU takes for a call that launches kernels, on the current stream.
-
-    Inductor begins its clock while the GPU has nothing to do, and so counts the time in which the host
-    launches the kernel. Forms of a kernel that takes less seem equal, and any is chosen. Here the GPU waits
-    until all launches are queued.
-    """
+    """Return how long a GPU takes for a call that launches kernels, on the current stream."""
+    # Inductor begins its clock while the GPU has nothing to do, and so counts the time in which the host
+    # launches the kernel. Forms of a kernel that takes less seem equal, and any is chosen. Here the GPU waits
+    # until all launches are queued.
     call()  # what is done once is not measured
     cache = torch.empty(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
     begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))

@@ -99,10 +99,7 @@ def fuses_arguments(node: fx.Node) -> bool:
 
 
 def memory_readers(node: fx.Node, readers: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """Yield the `readers` of a value that cannot be fused, and so need it in memory.
-
-    Readers of the value's views count too.
-    """
+    """Yield the `readers` of a value, or of its views, that cannot be fused and need it in memory."""
     stack = [node]
     while stack:
         for user in stack.pop().users:

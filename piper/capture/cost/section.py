@@ -33,4 +33,4 @@ class Section:
 
     @property
     def read_nodes(self) -> list[fx.Node]:
-        return [node for kind in KINDS for node in self.reads.get(kind, {}).values()]
+        return [node for kind in KINDS for node in self.reads[kind].values()]

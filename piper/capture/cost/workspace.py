@@ -49,17 +49,19 @@ def workspace_of(
     given: results whose memory is there from the start.
     """
     results = {memory_of(write.node) for write in section.writes}
-    kept = _kept(section, lasting) - results if fleeting is not None else set()
-    outside = {memory_of(node) for node in section.read_nodes} - kept | set(fleeting or ())
+    kept, reused, together = set[int](), dict[int, int](), dict[int, int]()
+    outside = {memory_of(node) for node in section.read_nodes}
     if fleeting is None:
         outside |= results
+    else:
+        saved = [*section.reads["saved"].values(), *section.reads["carried"].values()]
+        # What other phases save for this phase alone
+        kept = {memory_of(node) for node in saved} - {memory_of(node) for node in lasting} - results
+        outside = outside - kept | set(fleeting)
+        reused, together = _reused(section), _together(section.body, sizes, set(fleeting))
     early = kept | {memory_of(node) for node in given}
-    reused = {} if fleeting is None else _reused(section)
-    bytes_of: dict[int, int] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
     until = _until(section.body, set(fleeting or ()))
-    together = {} if fleeting is None else _together(section.body, sizes, set(fleeting))
+    bytes_of, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
     for position, node in enumerate(section.body):
         for memory, tensor in storages([node, *node.all_input_nodes]):
             storage = reused.get(memory, memory)
@@ -91,10 +93,8 @@ def _inside(node: fx.Node, sizes: SymbolicSizes) -> int:
 
 
 def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
-    """Return the position in the body after which each operation has read its arguments.
-
-    An operation whose result has no memory is fused into its readers, and reads its arguments there.
-    """
+    """Return the position in the body after which each operation has read its arguments."""
+    # An operation whose result has no memory is fused into its readers, and reads its arguments there.
     last_reads: dict[fx.Node, int] = {}
     for position in reversed(range(len(body))):
         node = body[position]
@@ -105,26 +105,20 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
 
 
 def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int]) -> dict[int, int]:
-    """Return, by storage, the position of the last result of a kernel that makes several.
-
-    Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
-    depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
-    """
+    """Return, by storage, the position of the last result of a kernel that makes several."""
+    # Compiled code fuses results of one size that read the same memory into one kernel, unless one of them
+    # depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
     place = {node: position for position, node in enumerate(body)}
     readers = _fused_readers(body, fleeting)
     results = dict.fromkeys(node for nodes in readers.values() for node in nodes)
     apart = _apart(body, results)
+    length = {node: math.prod(sizes.shape(node.meta["val"])) for node in results}
     last_results: dict[int, int] = {}
     for nodes in readers.values():
         for first, later in itertools.combinations(nodes, 2):
-            same = _length(first, sizes) == _length(later, sizes)
-            if same and not apart(first, later):
+            if length[first] == length[later] and not apart(first, later):
                 last_results[memory_of(first)] = max(place[later], last_results.get(memory_of(first), 0))
     return last_results
-
-
-def _length(node: fx.Node, sizes: SymbolicSizes) -> int:
-    return math.prod(sizes.shape(node.meta["val"]))
 
 
 def _fused_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
@@ -157,12 +151,6 @@ def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[f
             behind[node] = reached[node]
         reached[node] |= bit.get(node, 0)
     return lambda first, later: bool(behind[later] & bit[first])
-
-
-def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
-    """Return the storages that other phases save for this phase alone."""
-    given = [*section.reads.get("saved", {}).values(), *section.reads.get("carried", {}).values()]
-    return {memory_of(node) for node in given} - {memory_of(node) for node in lasting}
 
 
 def _reused(section: Section) -> dict[int, int]:

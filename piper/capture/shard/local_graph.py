@@ -11,8 +11,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
 from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of, tensor_of, value_of
 from piper.capture.trace.linear_layers import WEIGHT, weight_of
-from piper.capture.trace.markers import OWN_ROWS, collective
-from piper.capture.trace.recording import Mode, Recording
+from piper.capture.trace.recording import OWN_ROWS, Mode, Recording, collective
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Collective, Tags

@@ -18,7 +18,7 @@ from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.shape_rules import ALONG, along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
-from piper.capture.trace.markers import OWN_ROWS
+from piper.capture.trace.recording import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 MOVES = (shapes.same_shape, shapes.permute, shapes.getitem, shapes.select, shapes.slice_, shapes.split)

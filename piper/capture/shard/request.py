@@ -15,11 +15,11 @@ from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, value_of
 from piper.capture.shard.rules import rule_of
 from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.cut import find_regions
 from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import FromParameter, Origin, Recording
-from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec

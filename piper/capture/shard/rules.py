@@ -9,7 +9,7 @@ from piper.capture.shard.layout import OwnOrder
 from piper.capture.shard.shape_rules import along, named
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
-from piper.capture.trace.markers import marker
+from piper.capture.trace.recording import marker
 from piper.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import RESHAPES, OwnOrder, local_shape, reshaped, slices_of, value_of
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
-from piper.capture.trace.markers import collective, how_of
+from piper.capture.trace.recording import collective, how_of
 from piper.ir.chunk import Collective
 from piper.ir.sharding import REPLICATE, Partial, Shard
 

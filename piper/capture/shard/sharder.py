@@ -26,8 +26,7 @@ from piper.capture.shard.layout import (
 )
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.trace.effects import draws, name_of, writes
-from piper.capture.trace.markers import collective, marker
-from piper.capture.trace.recording import FromParameter, Recording
+from piper.capture.trace.recording import FromParameter, Recording, collective, marker
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard

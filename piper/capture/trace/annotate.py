@@ -78,10 +78,7 @@ def annotate(tag: str) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _next_mark(tag: str) -> Mark:
-    """Return a mark that is larger than all earlier ones.
-
-    This runs while tracing, so each iteration of a loop gets its own mark.
-    """
+    """Return a mark larger than all earlier ones, while tracing: each iteration of a loop gets its own."""
     mark = (time.perf_counter_ns(), 0)
     regions = _ENTERED.get()
     # A higher-order operation is one node of the graph, so no region begins within its body.
@@ -116,14 +113,10 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
 
 
 def _marked(forward: Callable[..., object], mark: dict[str, Mark]) -> Callable[..., object]:
-    """Return the forward of a module that opens a region. A copy of the module calls its own.
-
-    Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
-    """
+    """Return the forward of a module that opens a region. A copy of the module calls its own."""
+    # Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
     wrap = traceback.annotate_fn(mark)
-    if isinstance(
-        forward, MethodType
-    ):  # `copy.deepcopy` binds a method to the copy, and keeps any other function
+    if isinstance(forward, MethodType):  # `copy.deepcopy` binds it to the copy, and keeps other functions
         return MethodType(wrap(forward.__func__), forward.__self__)
     return wrap(forward)
 
@@ -150,10 +143,8 @@ def _name_once(
     first = {id(module): path for path, module in modules.items()}
     for path, module in model.named_modules(remove_duplicate=False):
         for tag, entries in regions.items():
-            named = [
-                pattern for entry in entries for pattern in ([entry] if isinstance(entry, str) else entry)
-            ]
-            if path not in modules and path in named:
+            named = any(path in ([entry] if isinstance(entry, str) else entry) for entry in entries)
+            if path not in modules and named:
                 name = first[id(module)]
                 raise ConfigError(
                     f"{path!r} is the module that is called {name!r} too",

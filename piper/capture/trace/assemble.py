@@ -1,25 +1,32 @@
-"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
+"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between.
 
-from collections.abc import Callable, Mapping, Sequence
+A long chunk is cut into segments that repeat, so that a stage of many equal layers is traced as one layer.
+A segment ends where only one value that needs a gradient goes on, as between the layers of a decoder.
+Gradients then meet in the same order as in the whole chunk, so the parts give the same numbers as the whole.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
 from torch.amp import autocast_mode
 
-from piper.capture.trace.cut import Cut
+from piper.capture.trace.cut import Cut, Regions
 from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.graph_walks import interval_sums, repeated_runs, upstream
 from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
-from piper.capture.trace.markers import OWN_ROWS, how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
-from piper.capture.trace.recording import FromBuffer, FromParameter, Mode, Recording
-from piper.capture.trace.regions import Regions
-from piper.capture.trace.segments import split_nodes
+from piper.capture.trace.recording import OWN_ROWS, FromBuffer, FromParameter, Mode, Recording, how_of, marker
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
+
+LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
+LONGEST = 64  # places at which a layer could be cut: one with more is not looked for
+_MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
 
 
 class Assembler:
@@ -33,8 +40,7 @@ class Assembler:
 
     def pieces(self) -> list[CapturedChunk]:
         """Return the piece of every chunk, in the order of the cuts."""
-        markers = ("route", "unroute", "collective")
-        pieces = [self._marker(cut) if cut.kind in markers else self._compute(cut) for cut in self.cuts]
+        pieces = [self._marker(cut) if cut.kind in _MARKERS else self._compute(cut) for cut in self.cuts]
         _check_buffers([piece.chunk for piece in pieces])
         return pieces
 
@@ -49,7 +55,7 @@ class Assembler:
 
     def _results(self, cut: Cut) -> list[fx.Node]:
         """Return the values of a chunk that other chunks read or the loss returns."""
-        if cut.kind in ("route", "unroute", "collective"):
+        if cut.kind in _MARKERS:
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
         return [
             node
@@ -116,8 +122,15 @@ class Assembler:
             products=weights_of([node for node in nodes if is_grouped(node) or cut.kind != "expert"]),
             rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
-        body = self._body(nodes, results, _experts(chunk))
-        runs = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
+        experts = None
+        if cut.kind == "expert":
+            experts = Experts(
+                total=chunk.experts,
+                rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
+                counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
+            )
+        body = self._body(nodes, results, experts)
+        runs = _split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
         whole = cut.kind == "expert" or len(runs) == 1
         segments = () if whole else self._segments(runs, reads, results)
         return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
@@ -126,18 +139,8 @@ class Assembler:
         self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
     ) -> Body:
         reads = self._reads(nodes)
-
-        def changes(node: fx.Node) -> bool:
-            return isinstance(self.recording.origins.get(node), FromBuffer)  # its new value is a result
-
         return Body(
-            graph=_emitted(
-                nodes,
-                [node for group in reads for node in group],
-                results,
-                modes=self.recording.modes,
-                changes=changes,
-            ),
+            graph=self._emitted(nodes, [node for group in reads for node in group], results),
             root=self.recording.root,
             inputs=tuple(_tensor(node) for node in reads[0]),
             params=tuple(_tensor(node) for node in reads[1]),
@@ -145,6 +148,36 @@ class Assembler:
             outputs=tuple(_tensor(node) for node in results),
             experts=experts,
         )
+
+    def _emitted(
+        self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]
+    ) -> fx.Graph:
+        """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`."""
+        # What is read is copied before anything writes into it in place, with all its views, but for buffers:
+        # their new values are results. A result that is written later is returned as it was.
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in reads}
+        last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
+        last.pop(None, None)  # what has no memory to ask for
+        for node in reads:
+            buffer = isinstance(self.recording.origins.get(node), FromBuffer)
+            if memory_of(node) in last and not buffer:
+                copies[node] = graph.call_method("clone", (copies[node],))
+        returned: dict[fx.Node, fx.Node] = {}
+        current = _Modes(graph)
+        for position, node in enumerate(nodes):
+            current.enter(self.recording.modes[node])
+            copy = graph.node_copy(node, copies.__getitem__)
+            copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
+            typed = any(isinstance(given, torch.dtype) for given in (*copy.args, *copy.kwargs.values()))
+            if copy.op == "call_method" and copy.target == "view" and not typed:
+                copy.target = "reshape"  # a view needs strides that a value may lose between chunks
+            copies[node] = copy
+            if node in results and last.get(memory_of(node), -1) > position:
+                returned[node] = graph.call_method("clone", (copy,))
+        current.enter(Mode())
+        graph.output(tuple(returned.get(node, copies[node]) for node in results))
+        return graph
 
     def _segments(
         self, runs: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
@@ -202,16 +235,6 @@ def _tensor(node: fx.Node) -> Tensor:
     return result
 
 
-def _experts(chunk: Chunk) -> Experts | None:
-    if chunk.kind != "expert":
-        return None
-    return Experts(
-        total=chunk.experts,
-        rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
-        counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
-    )
-
-
 def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes, Mapping[str, int]]:
     """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
@@ -246,51 +269,6 @@ def _check_buffers(chunks: Sequence[Chunk]) -> None:
                     )
 
 
-def _emitted(
-    nodes: Sequence[fx.Node],
-    reads: Sequence[fx.Node],
-    results: Sequence[fx.Node],
-    *,
-    modes: Mapping[fx.Node, Mode],
-    changes: Callable[[fx.Node], bool],
-) -> fx.Graph:
-    """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
-
-    What is read is copied before anything writes into it in place, with all its views, but for what it
-    `changes`. A result that is written later is returned as it was.
-    """
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in reads}
-    last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
-    last.pop(None, None)  # what has no memory to ask for
-    for node in reads:
-        if memory_of(node) in last and not changes(node):
-            copies[node] = graph.call_method("clone", (copies[node],))
-    returned: dict[fx.Node, fx.Node] = {}
-    current = _Modes(graph)
-    for position, node in enumerate(nodes):
-        current.enter(modes[node])
-        copy = graph.node_copy(node, copies.__getitem__)
-        copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
-        if _is_strict_view(copy):
-            copy.target = "reshape"
-        copies[node] = copy
-        if node in results and last.get(memory_of(node), -1) > position:
-            returned[node] = graph.call_method("clone", (copy,))
-    current.enter(Mode())
-    graph.output(tuple(returned.get(node, copies[node]) for node in results))
-    return graph
-
-
-def _is_strict_view(node: fx.Node) -> bool:
-    """Return whether a node is a `view`. It needs strides that a value may lose between chunks."""
-    return (
-        node.op == "call_method"
-        and node.target == "view"
-        and not any(isinstance(argument, torch.dtype) for argument in [*node.args, *node.kwargs.values()])
-    )
-
-
 class _Modes:
     """Writes the calls that change from one mode to another into a graph."""
 
@@ -309,3 +287,82 @@ class _Modes:
             for arguments in mode.autocast:
                 self.open.append(self.graph.call_function(autocast_mode._enter_autocast, arguments))
         self.mode = mode
+
+
+def _split_nodes(
+    nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]
+) -> list[list[fx.Node]]:
+    """Cut nodes, in the order of the program, into segments. state: those of parameters and buffers."""
+    bounds = [*dict.fromkeys((0, *sorted(_ends(nodes, state, bundles)), len(nodes)))]
+    numbers: dict[Hashable, int] = {}
+    labels = [
+        numbers.setdefault(tuple(map(_likeness, nodes[begin:end])), len(numbers))
+        for begin, end in pairwise(bounds)
+    ]
+    return [[*nodes[begin:end]] for begin, end in pairwise((*_starts(bounds, labels), len(nodes)))]
+
+
+def _starts(bounds: Sequence[int], labels: Sequence[int]) -> list[int]:
+    """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between."""
+    # Layers that repeat are a segment each, so that none is traced together with what is before and behind
+    # all of them. There, and where nothing repeats, segments are as short as is worth it.
+    saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
+    for run in repeated_runs(labels, range(1, min(LONGEST, len(labels) // 2) + 1)):
+        size = bounds[run.start + run.period] - bounds[run.start]
+        if size >= LEAST and (run.times - 1) * size > saved:
+            saved = (run.times - 1) * size
+            layers = range(run.start, run.start + run.times * run.period, run.period)
+    if not layers:
+        return _long(bounds)
+    before, after = layers.start, layers.stop
+    return [
+        *(_starts(bounds[: before + 1], labels[:before]) if before else []),
+        *(bounds[layer] for layer in layers),
+        *(_starts(bounds[after:], labels[after:]) if after < len(labels) else []),
+    ]
+
+
+def _long(bounds: Sequence[int]) -> list[int]:
+    """Return where segments begin that all have as many nodes as are worth one."""
+    starts = [bounds[0]]
+    for position in bounds[1:]:
+        if position - starts[-1] >= LEAST and bounds[-1] - position >= LEAST:
+            starts.append(position)
+    return starts
+
+
+def _likeness(node: fx.Node) -> Hashable:
+    """Return the properties that nodes of equal layers share. Whether bodies are equal is found out later."""
+    result = value(node)
+    if not isinstance(result, Tensor):
+        return node.op, node.target
+    return node.op, node.target, result.dtype, tuple(n if isinstance(n, int) else None for n in result.shape)
+
+
+def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]) -> set[int]:
+    """Return the positions before which a segment may end."""
+    first = {node: position for position, node in enumerate(nodes)}
+    last: dict[fx.Node, int] = {}
+    for position, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            first.setdefault(source, position if source in state else -1)  # inputs: from the beginning
+            last[source] = position
+    written = written_memory(nodes)
+    trained: list[tuple[int, int, int]] = []  # values that need a gradient and go on past positions
+    blocked: list[tuple[int, int, int]] = []  # reasons not to end before a position
+    for node, end in last.items():
+        result = value(node)
+        if not isinstance(result, Tensor) or not _plain(result) or memory_of(node) in written:
+            blocked.append((first[node] + 1, end, 1))
+        elif node not in state and result.requires_grad:
+            trained.append((first[node] + 1, end, 1))
+    for position, (before, node) in enumerate(pairwise(nodes), start=1):
+        if node in bundles and bundles[node] == bundles.get(before):
+            blocked.append((position, position, 1))
+    sums = zip(interval_sums(len(nodes), trained), interval_sums(len(nodes), blocked), strict=True)
+    return {position for position, (values, reasons) in enumerate(sums) if values <= 1 and not reasons}
+
+
+def _plain(value: Tensor) -> bool:
+    """Return whether a value can pass between segments as it is: contiguous, and of known size."""
+    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()

@@ -22,10 +22,8 @@ def build_fake(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """Build the model with fake tensors, with its floating-point state in type `dtype`.
-
-    A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
-    """
+    """Build the model with fake tensors, with its floating-point state in type `dtype`."""
+    # A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
     with quiet():
         shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
         try:
@@ -79,11 +77,9 @@ def _check_types(model: nn.Module) -> None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them.
-
-    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values. A buffer
-    that is a view, as `pe.unsqueeze(0)` is, cannot have another type than what it views: it is replaced.
-    """
+    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them."""
+    # Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values. A
+    # buffer that is a view, as `pe.unsqueeze(0)` is, cannot have another type than its base: it is replaced.
     replaced: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         wanted = dtype if tensor.is_floating_point() else tensor.dtype

@@ -96,22 +96,16 @@ def draws(node: fx.Node) -> bool:
 
 
 def _drops_between_layers(node: fx.Node) -> bool:
-    """Return whether a recurrent network drops values between its layers.
-
-    Its arguments end with num_layers, dropout, training, bidirectional and, for unpacked input, batch_first.
-    """
-    packed = isinstance(
-        node.args[3], tuple | list
-    )  # data, batch sizes, state, weights; else input, state, weights
+    """Return whether a recurrent network drops values between its layers."""
+    # The arguments are data, batch sizes, state, weights, or input, state, weights. They end with num_layers,
+    # dropout, training, bidirectional and, for unpacked input, batch_first.
+    packed = isinstance(node.args[3], tuple | list)
     dropout, training = node.args[6:8] if packed else node.args[5:7]
     return bool(training) and bool(dropout != 0.0)
 
 
 def argument(node: fx.Node, name: str, default: Argument = None) -> Argument:
-    """Return an argument of a function by name, whether it was passed by position or by keyword.
-
-    default: where it was not passed. An operation of ATen has its own, if it has that parameter.
-    """
+    """Return an argument by name, passed by position or by keyword; else ATen's default, or the given one."""
     if name in node.kwargs:
         return node.kwargs[name]
     known: Mapping[str, Argument] = {}

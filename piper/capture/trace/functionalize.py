@@ -8,22 +8,16 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.trace.effects import name_of, store, writes
-from piper.capture.trace.markers import marker
-from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording, marker
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant
 
 _FILLS = {
-    "new_zeros": torch.zeros,
-    "zeros_like": torch.zeros,
-    "new_ones": torch.ones,
-    "ones_like": torch.ones,
-    "new_empty": torch.empty,
-    "empty_like": torch.empty,
+    name: fill
+    for kind, fill in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", torch.empty))
+    for name in (f"new_{kind}", f"{kind}_like")
 }
-
-
 _RESHAPES = {  # methods that change the shape by which a tensor is read, and no element: views, once explicit
     f"{name}_": name
     for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided")

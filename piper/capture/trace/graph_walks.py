@@ -78,7 +78,6 @@ class RepeatedRun:
 
     @property
     def times(self) -> int:
-        """Return how many whole periods it has."""
         return self.length // self.period
 
 

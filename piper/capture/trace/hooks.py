@@ -25,7 +25,7 @@ def check_hooks(model: nn.Module, loss: object) -> None:
     """Refuse hooks on gradients that the model's or the loss's constructor registered."""
     for where, kind, hooks in _registered(model, loss):
         for hook in (hooks or {}).values():
-            raise _refused(where, kind, hook)
+            raise _refused(where, kind, _shown(hook))
 
 
 def _registered(
@@ -46,12 +46,12 @@ def _registered(
             yield where, "register_post_accumulate_grad_hook", parameter._post_accumulate_grad_hooks
 
 
-def _refused(where: str, kind: str, hook: object, line: str = "") -> CaptureError:
+def _refused(where: str, kind: str, hook: str, line: str = "") -> CaptureError:
     return CaptureError(
         f"{where} has a hook on its gradient",
         by=f"model{line}",
         facts={
-            "hook": f"{kind}({_shown(hook)})",
+            "hook": f"{kind}({hook})",
             "but": "it would see the gradient of one slice of the samples, not the sum over the batch",
         },
         hint=_ELSEWHERE,
@@ -60,8 +60,6 @@ def _refused(where: str, kind: str, hook: object, line: str = "") -> CaptureErro
 
 def _shown(hook: object) -> str:
     """Return a hook's name and the line that defines it."""
-    if isinstance(hook, str):
-        return hook
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", None) or type(hook).__name__
     return f"{name}, line {code.co_firstlineno}" if code is not None else str(name)

@@ -74,11 +74,9 @@ def weight_of(node: fx.Node) -> fx.Node | None:
 
 
 def mark_products(recording: Recording) -> None:
-    """Note on each product of a linear layer, or of experts, the name of its weight.
-
-    A weight counts if it is a parameter, or a view of one, and nothing but such products reads it. So a
-    weight has one precision.
-    """
+    """Note on each product of a linear layer, or of experts, the name of its weight."""
+    # A weight counts if it is a parameter, or a view of one, and nothing but such products reads it. So a
+    # weight has one precision.
     owners = {
         memory_of(node): origin.name
         for node, origin in recording.origins.items()
@@ -130,10 +128,7 @@ def _scores(graph: fx.Graph, results: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def weights_of(nodes: Sequence[fx.Node], *, rowwise: bool = False) -> tuple[str, ...]:
-    """Return the weights of the marked products among nodes, each once.
-
-    rowwise: only those that are multiplied as they are stored, with a row for each output.
-    """
+    """Return the weights of marked products, once. rowwise: only those multiplied as stored, [out, in]."""
     marked = [node for node in nodes if WEIGHT in node.meta]
     left_out = {node.meta[WEIGHT] for node in marked if rowwise and not _as_stored(node)}
     return tuple(name for name in dict.fromkeys(n.meta[WEIGHT] for n in marked) if name not in left_out)

@@ -1,6 +1,7 @@
 """Records one forward and loss as a single graph, with the region and mode of each call."""
 
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,16 +32,14 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
-from piper.capture.trace.returned import FORMS, Prediction, Returned, check_prediction, returned_by_loss
+from piper.capture.trace.returned import Prediction, Returned, check_prediction, not_a_loss, returned_by_loss
 from piper.capture.trace_errors import drawn_once, loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 from piper.process.flex_on_host import flex_gradients_on_host
 
 log = logging.getLogger("piper")
-_LATER_CALLS = (
-    2  # that are traced at most: the second may find tables that the first made, no later one makes more
-)
+_LATER_CALLS = 2  # traced at most: the second may find tables that the first made, no later one makes more
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -60,10 +59,7 @@ class LossModule(nn.Module):
 def record(
     model: nn.Module, loss: LossFn, batch: dict[str, Tensor], *, forward_only: bool = False
 ) -> Recording:
-    """Trace `loss(model, batch)`, all of it, into one graph.
-
-    forward_only: nothing is trained, so the loss need not depend on a trainable parameter.
-    """
+    """Trace `loss(model, batch)`, all of it, into one graph. forward_only: nothing is trained."""
     step = LossModule(model, loss)
     with quiet() as warned, entered_regions() as entered:
         try:
@@ -72,14 +68,13 @@ def record(
             raise
         except Exception as error:
             if without_result(error):
-                raise _not_a_loss("it returns no tensor") from error
+                raise not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
         captured = call.module
-        flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
-    tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), flat, strict=True))
+    tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), call.read, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
     return replace(recording, checkpoints=call.checkpoints)
@@ -90,6 +85,7 @@ class TracedCall:
     """The graph of one call, and what it does not show."""
 
     module: fx.GraphModule
+    read: Sequence[object]  # of each placeholder
     checkpoints: tuple[str, ...]  # the lines that call them
     left: Mapping[Place, Left]  # what the forward leaves behind
 
@@ -114,13 +110,13 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         noting_changes() as left,
     ):
         module = dynamo_graph_capture_for_export(step)(batch)
-    return TracedCall(module=module, checkpoints=tuple(checkpoints), left=left)
+    read = module.graph._codegen.process_inputs(batch)
+    return TracedCall(module=module, read=read, checkpoints=tuple(checkpoints), left=left)
 
 
 def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: TracedCall) -> None:
     """Trace a second call if the first changed something, and refuse one that computes something else."""
-    graph, changes = first.module.graph, first.left
-    read = graph._codegen.process_inputs(batch)
+    call, changes = first, first.left
     for _ in range(_LATER_CALLS if changes else 0):
         with entered_regions(), as_left(changes.values()):
             try:
@@ -128,20 +124,18 @@ def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: Traced
             except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
                 log.info("What the forward leaves behind is not checked: %s", reason(error))
                 return
-            read_later = later.module.graph._codegen.process_inputs(batch)
-        if same_calls(graph, later.module.graph, (read, read_later), tuple(changes.values()), step):
+        graphs = call.module.graph, later.module.graph
+        if same_calls(*graphs, (call.read, later.read), tuple(changes.values()), step):
             return
-        graph, read, changes = later.module.graph, read_later, after_another(changes, later.left)
+        call, changes = later, after_another(changes, later.left)
     if changes:
         raise left_behind(changes.values(), step)
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
-    """Return the error of ours that a loss raised, such as one of `piper.losses`. None: it raised none.
-
-    Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs again without
-    it, on the same fakes.
-    """
+    """Return the error of ours that a loss raised, such as one of `piper.losses`. None: it raised none."""
+    # Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs again without
+    # it, on the same fakes.
     traced = [frame.filename for frame in getattr(error, "real_stack", None) or ()]
     if not traced or traced[-1] != errors.__file__:
         return None
@@ -153,10 +147,8 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str], left: Mapping[Place, Left]) -> None:
-    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost.
-
-    `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
-    """
+    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+    # `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
     modules = dict(model.named_modules(remove_duplicate=False))
     for named in re.finditer(
         r"((?:\._modules\['[^']+'\])+)\.(_buffers|_parameters)\b(\[)?", "\n".join(warnings)
@@ -187,19 +179,14 @@ def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]
 
 def _structure(captured: fx.GraphModule, loss: LossFn, batch: dict[str, Tensor]) -> Returned:
     """Return what the loss returned, with graph nodes in place of computed tensors."""
-    flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
     try:
-        returned = captured.graph._codegen.process_outputs(flat)
+        returned = captured.graph._codegen.process_outputs(captured.graph.output_node().args[0])
     except AttributeError as error:  # a Python number is read off a tensor after the graph
-        raise _not_a_loss("it returns a Python number") from error
+        raise not_a_loss("it returns a Python number") from error
     if isinstance(loss, Prediction):
         check_prediction(returned, len(next(iter(batch.values()))))
         return Returned(values=(returned,), predicts=True)
     return returned_by_loss(returned)
-
-
-def _not_a_loss(got: str) -> CaptureError:
-    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
 
 
 class _GraphCopier:
@@ -238,7 +225,11 @@ class _GraphCopier:
         if not returned.predicts:
             _check_results(results, forward_only)
         if returned.metrics:
-            results = (*results, self._packed(returned.metrics, results[0].meta["example_value"]))
+            loss = results[0].meta["example_value"]
+            with loss.fake_mode:  # all sums and weights in one tensor of float64
+                pairs = returned.metrics.items()
+                numbers = [self._number(name, number, loss) for name, pair in pairs for number in pair]
+                results = (*results, self._call(torch.stack, numbers))
         marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}
         return Recording(
             graph=self.graph,
@@ -281,9 +272,7 @@ class _GraphCopier:
 
     def _attribute(self, node: fx.Node) -> None:
         """Read a tensor as a constant; keep the graph that a higher-order operation runs."""
-        attribute: object = self.captured
-        for name in str(node.target).split("."):
-            attribute = getattr(attribute, name)
+        attribute = operator.attrgetter(str(node.target))(self.captured)
         if isinstance(attribute, Tensor):
             self._input(node, attribute)
         else:
@@ -323,12 +312,6 @@ class _GraphCopier:
             return self.copies[value]
         return self._input(fx.Graph().placeholder("result"), value)
 
-    def _packed(self, metrics: Mapping[str, tuple[object, object]], loss: FakeTensor) -> fx.Node:
-        """Add nodes that put the sum and the weight of every metric into one tensor of float64."""
-        with loss.fake_mode:
-            numbers = [self._number(name, number, loss) for name, pair in metrics.items() for number in pair]
-            return self._call(torch.stack, numbers)
-
     def _number(self, name: str, number: object, loss: FakeTensor) -> fx.Node:
         """Return the node of a metric's sum or weight, which may be a Python number."""
         if isinstance(number, int | float):
@@ -336,7 +319,7 @@ class _GraphCopier:
         node = self._result(number)
         value = node.meta["example_value"]
         if value.dim():
-            raise _not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
+            raise not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
         return self._call(torch.Tensor.to, self._call(torch.Tensor.detach, node), torch.float64)
 
     def _call(self, function: Callable[..., Tensor], *arguments: Argument, **options: Argument) -> fx.Node:
@@ -350,11 +333,8 @@ class _GraphCopier:
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
     """Return the name under which a module holds an unregistered value. None: no module holds it."""
-    for path, owner in module.named_modules():
-        for name, attribute in vars(owner).items():
-            if attribute is value:
-                return f"{path}.{name}".removeprefix("model.")
-    return None
+    held = ((path, name) for path, m in module.named_modules() for name in vars(m) if vars(m)[name] is value)
+    return next((f"{path}.{name}".removeprefix("model.") for path, name in held), None)
 
 
 def _registered(attribute: str) -> str:
@@ -380,7 +360,7 @@ def _check_results(results: tuple[fx.Node, ...], forward_only: bool) -> None:
     values = [node.meta["example_value"] for node in results]
     for what, value in zip(("loss", "weight"), values, strict=False):
         if value.dim():
-            raise _not_a_loss(f"its {what} has shape {list(value.shape)}")
+            raise not_a_loss(f"its {what} has shape {list(value.shape)}")
     if len(values) == 2 and values[1].requires_grad:
         raise CaptureError(
             "the weight of the loss depends on parameters",

@@ -1,7 +1,13 @@
-"""The captured graph of one forward and loss, with the facts about its nodes."""
+"""The captured graph of one forward and loss, with the facts about its nodes.
+
+Some nodes become chunks without code: the ends of expert regions, and collectives. A collective stands in the
+graph as a call of one function here, so the function runs on fakes alone: it gives the shape, and whether
+autograd needs a gradient. A `Collective` says what the group does, forward and backward.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor, fx, nn
 
@@ -9,7 +15,7 @@ from piper.capture.trace.annotate import PREFIX, Mark, Region
 from piper.capture.trace.effects import writes
 from piper.capture.trace.graph_walks import upstream
 from piper.errors import CaptureError
-from piper.ir.chunk import AxisPosition, Batch, Constant, Tags
+from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,7 @@ class FromBuffer:
     name: str
 
 
+OWN_ROWS = "axes of own rows"  # of a route's meta: axes along which each device routes rows of its own
 Origin = Batch | Constant | AxisPosition | FromParameter | FromBuffer
 
 
@@ -78,11 +85,8 @@ class Recording:
 def number_regions(
     marks: Mapping[fx.Node, Mapping[str, Mark]], regions: Iterable[Region] = ()
 ) -> dict[fx.Node, Tags]:
-    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made.
-
-    regions: all that were entered or listed. A region without operations counts too, so that indices agree
-    with the user's count.
-    """
+    """Return each node's annotations, outermost first. Regions of a tag count from 0 in the order made."""
+    # A region without operations counts too, so that indices agree with the user's count.
     seen: dict[str, set[Mark]] = {}
     for region in regions:
         seen.setdefault(PREFIX + region.tag, set()).add(region.mark)
@@ -93,8 +97,13 @@ def number_regions(
     indices = {
         key: {mark: index for index, mark in enumerate(sorted(marked))} for key, marked in seen.items()
     }
-    for key in seen:
-        _check_tag(key.removeprefix(PREFIX))
+    for tag in (key.removeprefix(PREFIX) for key in seen):
+        if not tag.isidentifier() or tag == "PASS":
+            raise CaptureError(
+                f"{tag!r} cannot name a region",
+                by="annotate",
+                hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
+            )
     return {
         node: tuple(
             (key.removeprefix(PREFIX), indices[key][mark]) for key, mark in custom.items() if key in indices
@@ -103,15 +112,42 @@ def number_regions(
     }
 
 
-def _check_tag(tag: str) -> None:
-    if not tag.isidentifier() or tag == "PASS":
-        raise CaptureError(
-            f"{tag!r} cannot name a region",
-            by="annotate",
-            hint="a tag is a word that at() can take as a keyword, and not PASS: PP, EP, stage",
-        )
-
-
 def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that the results, or writes in place, depend on."""
     return upstream([*results, *(node for node in graph.nodes if writes(node) or node.op == "output")])
+
+
+def collective(value: Tensor, how: Collective) -> Tensor:
+    """Stand for a collective: return a new value of the shape that it gives."""
+    shape = list(value.shape)
+    if how.joined is not None:
+        shape[how.joined.dim] *= how.degree
+    if how.cut is not None:
+        shape[how.cut.dim] //= how.degree
+    result = value.new_empty(shape)
+    return result.requires_grad_(value.requires_grad and how.op != "max")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether a node of the captured graph is a collective."""
+    return node.op == "call_function" and node.target is collective
+
+
+def how_of(node: fx.Node) -> Collective:
+    """Return what a collective does."""
+    how = node.args[1]
+    assert isinstance(how, Collective)
+    return how
+
+
+def marker(node: fx.Node) -> Literal["route", "unroute", "collective"] | None:
+    """Return what a node that becomes a chunk of its own is: an end of an expert region, or a collective."""
+    if is_collective(node):
+        return "collective"
+    if node.op == "call_function":
+        name = str(node.target)  # by name: the operations live outside this package
+        if name in ("piper.route.default", "piper.route"):
+            return "route"
+        if name in ("piper.unroute.default", "piper.unroute"):
+            return "unroute"
+    return None

@@ -46,10 +46,7 @@ def check_prediction(returned: object, samples: int) -> None:
 
 
 def returned_by_loss(returned: object) -> Returned:
-    """Read what a loss returned: `loss`, `(sum, weight)`, `(loss, metrics)` or `((sum, weight), metrics)`.
-
-    Raise a CaptureError where it is something else.
-    """
+    """Read what a loss returned: `loss`, `(sum, weight)`, `(loss, metrics)` or `((sum, weight), metrics)`."""
     metrics: Mapping[str, tuple[object, object]] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         metrics = checked_metrics(returned[1])
@@ -58,9 +55,7 @@ def returned_by_loss(returned: object) -> Returned:
     if len(values) not in (1, 2) or not all(map(is_tensor, values)):
         kinds = ", ".join("a tensor" if is_tensor(value) else type(value).__name__ for value in values)
         got = f"({kinds})" if isinstance(returned, tuple) else kinds
-        raise CaptureError(
-            "the loss is not a loss", by="loss", facts={"got": f"it returns {got}"}, hint=FORMS
-        )
+        raise not_a_loss(f"it returns {got}")
     return Returned(values=values, metrics=metrics)
 
 
@@ -68,19 +63,22 @@ def checked_metrics(metrics: Mapping[object, object]) -> dict[str, tuple[object,
     """Return the metrics of a loss. Raise a CaptureError where one has no name, no sum or no weight."""
     checked: dict[str, tuple[object, object]] = {}
     for name, pair in metrics.items():
-        if not (isinstance(name, str) and isinstance(pair, tuple) and len(pair) == 2):
-            raise not_a_metric(name, type(pair).__name__)
-        if not all(is_tensor(number) or is_number(number) for number in pair):
-            raise not_a_metric(name, "(" + ", ".join(type(number).__name__ for number in pair) + ")")
-        checked[name] = pair
+        numbers = pair if isinstance(pair, tuple) and len(pair) == 2 else ()
+        if not isinstance(name, str) or not numbers or not all(is_tensor(n) or is_number(n) for n in numbers):
+            kinds = ", ".join(type(number).__name__ for number in numbers)
+            raise CaptureError(
+                f"the metric {name!r} is not a pair (sum, weight)",
+                by="loss",
+                facts={"got": f"({kinds})" if numbers else type(pair).__name__},
+                hint=METRICS,
+            )
+        checked[name] = numbers
     return checked
 
 
-def not_a_metric(name: object, got: str) -> CaptureError:
-    """Return the error of a metric that cannot be added up."""
-    return CaptureError(
-        f"the metric {name!r} is not a pair (sum, weight)", by="loss", facts={"got": got}, hint=METRICS
-    )
+def not_a_loss(got: str) -> CaptureError:
+    """Return the error of a loss that returns something else."""
+    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
 
 
 def is_tensor(value: object) -> bool:

@@ -39,10 +39,8 @@ UNSHARDED = "it looks up a number of an expert, of which each device has its own
 
 
 def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
-    """Refuse an operation of an expert region that depends on which rows and experts a device has.
-
-    sharded: it has some of the experts. apart: it has some of an expert's rows only, or others beside them.
-    """
+    """Refuse an operation of an expert region that depends on which rows and experts a device has."""
+    # sharded: it has some of the experts. apart: it has some of an expert's rows only, or others beside them.
     experts = body.experts
     assert experts is not None, "only expert regions have routed rows"
 
@@ -125,7 +123,9 @@ class _Watch(TorchDispatchMode):
         given |= kwargs or {}
         self.name = op._schema.name.partition("::")[2]
         if self.name == "repeat_interleave" and "repeats" in given:
-            return self.by_expert(op(given["repeats"], output_size=ROWS))
+            numbers = op(given["repeats"], output_size=ROWS)  # of each row's expert, made from the counts
+            self.hold(numbers, {"places"})
+            return numbers
         out = op(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if made:
@@ -134,11 +134,6 @@ class _Watch(TorchDispatchMode):
             for tensor in made:
                 self.hold(tensor, kinds)
         return out
-
-    def by_expert(self, numbers: Tensor) -> Tensor:
-        """Return the number of each row's expert, as made from the counts."""
-        self.hold(numbers, {"places"})
-        return numbers
 
     def kinds_made(self, op: Any, given: Mapping[str, Any], made: list[Tensor]) -> set[str]:  # noqa: ANN401
         """Refuse an operation that combines rows or experts. Return which numbers its results hold."""
@@ -153,7 +148,9 @@ class _Watch(TorchDispatchMode):
         if name in BY_EXPERT or name.startswith(SHAPED):
             return set()
         if name in LOOKUPS:
-            return self.look_up(name, given)
+            table = given["weight" if name == "embedding" else "self"]
+            self.pick(name, table, given)
+            return self.held([table])
         if name in WRITES:
             return self.write(name, given, read)
         self.combine(name, given, read, made, views=op.is_view)
@@ -170,28 +167,24 @@ class _Watch(TorchDispatchMode):
             if "counts" in kinds and self.apart:
                 raise _DependenceError(OF_ONE_EXPERT)
 
-    def look_up(self, name: str, given: Mapping[str, Any]) -> set[str]:
-        """Allow to look up by the number of a row's expert in what is sharded by expert."""
-        table: Tensor = given["weight" if name == "embedding" else "self"]
-        for dim, index in _picked(name, given):
+    def pick(self, name: str, table: Tensor, given: Mapping[str, Any]) -> list[Tensor]:
+        """Refuse to pick entries by anything but the number of a row's expert. Return the numbers used."""
+        numbers = []
+        for dim, index in _picked(name, table, given):
+            by_expert = "places" in self.held([index])
             if dim in _along(table, ROWS):
                 raise _DependenceError(ROWS_PICKED)
-            if self.sharded and dim not in _along(table, EXPERTS) and "places" in self.held([index]):
-                raise _DependenceError(UNSHARDED)
-            if dim in _along(table, EXPERTS) and "places" not in self.held([index]):
+            if dim in _along(table, EXPERTS) and not by_expert:
                 raise _DependenceError(EXPERTS_COMBINED)
-        return self.held([table])
+            if self.sharded and name in LOOKUPS and by_expert and dim not in _along(table, EXPERTS):
+                raise _DependenceError(UNSHARDED)
+            numbers.append(index)
+        return numbers
 
     def write(self, name: str, given: Mapping[str, Any], read: list[Tensor]) -> set[str]:
         """Allow to write or to add rows to entries of their experts, where a device has just those rows."""
         table: Tensor = given["self"]
-        numbers = []
-        for dim, index in _picked(name, given):
-            numbers.append(index)
-            if dim in _along(table, ROWS):
-                raise _DependenceError(ROWS_PICKED)
-            if dim in _along(table, EXPERTS) and "places" not in self.held([index]):
-                raise _DependenceError(EXPERTS_COMBINED)
+        numbers = self.pick(name, table, given)
         if any(_along(tensor, ROWS) for tensor in read) and not _along(table, ROWS):
             if self.apart or not self.sharded:
                 raise _DependenceError(OF_ONE_EXPERT)
@@ -220,9 +213,8 @@ def _along(tensor: Tensor, prime: int) -> list[int]:
     ]
 
 
-def _picked(name: str, given: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the dimensions along which an operation picks entries, and by which numbers."""
-    table: Tensor = given["weight" if name == "embedding" else "self"]
+def _picked(name: str, table: Tensor, given: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the dimensions of a table along which an operation picks entries, and by which numbers."""
     if "dim" in given:
         yield given["dim"] % table.dim(), given["index"]
     elif isinstance(given["indices"], Tensor):

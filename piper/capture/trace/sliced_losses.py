@@ -66,19 +66,15 @@ def _uneven(recording: Recording, node: fx.Node, rows: int) -> Iterator[str]:
         yield f"mean{node_line(node)}"
     elif (node.target in _DIVISIONS or name in ("div", "__truediv__")) and len(node.all_input_nodes) == 2:
         below = node.all_input_nodes[1]
-        if node.args[1] is below and _counts_batch(recording, below):
+        origins = [recording.origins[read] for read in upstream([below]) if read.op == "placeholder"]
+        of_batch = bool(origins) and all(isinstance(origin, Batch) for origin in origins)
+        if node.args[1] is below and of_batch:
             yield f"division{node_line(node)}"
 
 
 def _dynamic(tensor: object) -> bool:
     """Return whether a size of a tensor depends on values."""
     return isinstance(tensor, Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
-
-
-def _counts_batch(recording: Recording, node: fx.Node) -> bool:
-    """Return whether a number depends on the batch and constants alone."""
-    origins = [recording.origins[read] for read in upstream([node]) if read.op == "placeholder"]
-    return bool(origins) and all(isinstance(origin, Batch) for origin in origins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +91,7 @@ class TwoSizes:
         small, large = value(node), value(self.pairs[node])
         if not isinstance(small, Tensor) or not isinstance(large, Tensor):
             return False
-        sizes = (*small.shape, *large.shape)
-        whole = not any(isinstance(size, torch.SymInt) for size in sizes)
+        whole = not _dynamic(small) and not _dynamic(large)
         return whole and large.numel() * self.rows == small.numel() * self.samples
 
     def along_samples(self, node: fx.Node) -> bool:

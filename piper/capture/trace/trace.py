@@ -1,6 +1,6 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,17 +10,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.trace.assemble import Assembler
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
-from piper.capture.trace.cut import cut
+from piper.capture.trace.cut import Regions, cut, find_regions
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
 from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
-from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.sliced_losses import uneven_means
-from piper.ir.chunk import CapturedModel, Chunk
+from piper.ir.chunk import CapturedModel
 from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.gc_pause import no_collection
 
@@ -70,6 +69,7 @@ def trace(
     means = uneven_means(recording, rows)
     mark_products(recording)
     outline, pieces = cut_model(recording)
+    filled = {pair for chunk in outline.chunks for pair in chunk.tags}
     outline = replace(
         outline,
         metric_names=recording.metrics,
@@ -77,7 +77,7 @@ def trace(
         buffers=buffers_of(model),
         batch={name: SymbolicSizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
-        empty=_empty(recording, outline.chunks),
+        empty={pair: place for pair, place in recording.places.items() if pair not in filled},
     )
     return Traced(
         outline=outline,
@@ -118,29 +118,14 @@ def cut_model(recording: Recording) -> tuple[CapturedModel, tuple[CapturedChunk,
     return CapturedModel(chunks=chunks, loss=loss, weight=weight, metrics=metrics), pieces
 
 
-def _empty(recording: Recording, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
-    """Return the regions that hold no operation, each with its line or modules."""
-    filled = {pair for chunk in chunks for pair in chunk.tags}
-    return {pair: place for pair, place in recording.places.items() if pair not in filled}
-
-
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
     """Let a weight that no chunk computes (a batch field, a constant) be copied in the loss's chunk."""
-    loss, *rest = recording.results
-    results, region_of, order, modes = (
-        [loss],
-        dict(regions.region_of),
-        dict(regions.order),
-        dict(recording.modes),
-    )
-    for node in rest:
-        if node in region_of:
-            results.append(node)
-            continue
-        copy = recording.graph.call_function(torch.clone, (node,))
-        copy.meta["example_value"] = value(node)
-        region_of[copy], modes[copy], order[copy] = region_of[loss], modes[loss], len(order)
-        results.append(copy)
-    return replace(recording, results=tuple(results), modes=modes), replace(
-        regions, region_of=region_of, order=order
-    )
+    region_of, order, modes = dict(regions.region_of), dict(regions.order), dict(recording.modes)
+    loss, results = recording.results[0], list(recording.results)
+    for place, node in enumerate(results):
+        if node not in region_of:
+            results[place] = copy = recording.graph.call_function(torch.clone, (node,))
+            copy.meta["example_value"] = value(node)
+            region_of[copy], modes[copy], order[copy] = region_of[loss], modes[loss], len(order)
+    recording = replace(recording, results=tuple(results), modes=modes)
+    return recording, replace(regions, region_of=region_of, order=order)

@@ -23,8 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper.capture.shard.rules import rule_of
 from piper.capture.shard.sharder import Sharder
-from piper.capture.trace.markers import how_of, is_collective
-from piper.capture.trace.recording import Recording
+from piper.capture.trace.recording import Recording, how_of, is_collective
 from piper.errors import CaptureError
 from piper.ir import sharding as placements
 from tests.capture.shard.verdict import Sample, layouts_of, recorded, sharding_of

@@ -10,8 +10,7 @@ from torch.fx.node import map_arg
 
 from piper.capture.shard.layout import CopiedShard
 from piper.capture.trace.effects import draws
-from piper.capture.trace.markers import how_of, is_collective
-from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording, how_of, is_collective
 from piper.ir.chunk import AxisPosition, Batch, Collective, Constant
 from piper.ir.sharding import Shard
 

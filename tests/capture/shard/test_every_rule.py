@@ -12,7 +12,7 @@ import pytest
 from piper.capture.shard import attention_rules
 from piper.capture.shard.compute_rules import DRAWS, POINTWISE
 from piper.capture.shard.rules import RULES
-from piper.capture.trace.markers import collective
+from piper.capture.trace.recording import collective
 from tests.capture.shard.every_rule import DEVICES, LAYOUTS, SAMPLES, Report, judged, main, suite
 from tests.capture.shard.hand_samples import hand_samples
 
