@@ -262,7 +262,7 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
     """Train all sides in turns: ours, ours with every phase compiled whole, and the peer."""
     from gpu import GIB, batch_of, built, job_of, piper_step, take_turns, torch_step
 
-    from piper.capture.compile import repeats
+    from piper.capture.compile import phases
 
     config = main_config(asked)
     batch = batch_of(config, 4, asked.length)
@@ -274,10 +274,10 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
             if name == "torch.compile":
                 sides.append(built(name, lambda: torch_step(config, batch, 1)))
                 continue
-            worth, repeats.WORTH = repeats.WORTH, 10**9 if name == "whole" else repeats.WORTH
+            worth, phases.WORTH = phases.WORTH, 10**9 if name == "whole" else phases.WORTH
             graphs = name == "graphs"
             sides.append(built(name, lambda: piper_step(stack, job, batch, asked.cache, graphs=graphs)))  # noqa: B023
-            repeats.WORTH = worth
+            phases.WORTH = worth
         peaks = take_turns(sides, 4, 4)
         return {
             side.name: {"ms": side.median * 1e3, "GiB": peaks[side.name] / GIB, "first": side.build_s}

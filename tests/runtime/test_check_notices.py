@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff import code, remat
 from piper.capture.cost import aliases
-from piper.capture.trace import assemble, effects, regions
+from piper.capture.trace import assemble, cut, effects
 from piper.capture.trace.annotate import annotate
 from piper.check.check import Report, check
 from piper.compiler import Program, compile
@@ -303,7 +303,7 @@ def test_attention_dropout_taken_for_deterministic(monkeypatch: pytest.MonkeyPat
     report = checked(compile(made, device="cpu"))
     assert report.ok, report
     assert report.notes == ()
-    for module in (effects, assemble, regions, aliases, code, remat):
+    for module in (effects, assemble, cut, aliases, code, remat):
         monkeypatch.setattr(module, "draws", lambda node: False)
     assert not checked(compile(made, device="cpu")).ok
 
