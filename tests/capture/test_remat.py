@@ -219,7 +219,7 @@ class Rectified(nn.Module):
 def test_a_factor_that_frees_nothing_is_not_written_again() -> None:
     code = differentiate(trace(Rectified, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True))
     assert [spec.shape for spec in code.outline.chunks[0].saved] == [(8, 32), (8, 4)]
-    backward = code.codes[code.outline.chunks[0].key].partition.sections["B"]  # type: ignore[attr-defined]
+    backward = code.codes[code.outline.chunks[0].key].partition.sections["B"]  # type: ignore[union-attr]
     assert backward.writers == {}
 
 
