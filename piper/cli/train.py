@@ -11,7 +11,7 @@ from rich.console import Console
 from piper.cli.answer import INTERRUPTED, PREEMPTED, Answer, Compile, Device, Recipe, RunFolder, StrategyFile
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
-from piper.workers.rank_environment import on_rank_zero
+from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
     from piper.train.measure import Outcome
