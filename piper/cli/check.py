@@ -10,7 +10,7 @@ import typer
 
 from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
 from piper.cli.reports import CheckReport
-from piper.workers.rank_environment import on_rank_zero
+from piper.workers.rank_zero import on_rank_zero
 
 
 @on_rank_zero

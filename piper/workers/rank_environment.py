@@ -1,11 +1,7 @@
 """The rank of this process in a job that torchrun or the like has started, from the environment."""
 
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 from piper.errors import ConfigError
 
@@ -95,27 +91,3 @@ def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
     else:
         hint = f"{hint}, or unset {', '.join(NAMES)} and piper starts them"
     raise ConfigError(what, by="launch", facts=facts, hint=hint)
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_rank_zero(verb: Callable[P, R]) -> Callable[P, R]:
-    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
-
-    @wraps(verb)
-    def act(*args: P.args, **kwargs: P.kwargs) -> R:
-        world = rank_environment() if kwargs["on"] in RANKS else None
-        if world is None:
-            return verb(*args, **kwargs)
-        if world.leads:
-            from piper.workers.rendezvous import leading  # torch is paid for only where it is used
-
-            with leading(world):
-                return verb(*args, **kwargs)
-        from piper.workers.rank_agent import attend
-
-        sys.exit(attend(world))
-
-    return act
