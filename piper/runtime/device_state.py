@@ -13,7 +13,7 @@ from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trainers import build_optimizer, is_ours
+from piper.runtime.trainers import build_optimizer, hooked, is_ours
 
 if TYPE_CHECKING:
     from piper.runtime.cuda.adam import SplitAdam
@@ -314,11 +314,6 @@ def skipped(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
 def skips(optimizer: Optimizer) -> bool:
     """Return whether kernels of an optimizer can skip a step by themselves, and nothing else comes of it."""
     return is_fused(optimizer) and not hooked(optimizer)
-
-
-def hooked(optimizer: Optimizer) -> bool:
-    """Return whether somebody has asked to be called at an optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
