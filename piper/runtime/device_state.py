@@ -275,11 +275,16 @@ def plain(value: object) -> object:
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give gradients to the trained tensors, cast to their type where it differs."""
-    casts = {tensor: gradient for tensor, gradient in portion if gradient.dtype != tensor.dtype}
+    casts, sources = list[Tensor](), list[Tensor]()
     for tensor, gradient in portion:
-        tensor.grad = torch.empty_like(tensor) if tensor in casts else gradient
+        cast = gradient
+        if gradient.dtype != tensor.dtype:
+            cast = torch.empty_like(tensor)
+            casts.append(cast)
+            sources.append(gradient)
+        tensor.grad = cast
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
-        torch._foreach_copy_([tensor.grad for tensor in casts], [*casts.values()])
+        torch._foreach_copy_(casts, sources)
 
 
 @contextmanager
