@@ -122,7 +122,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "recordings": {"autodiff", "compile", "shard", "trace"},
         "layers": {"autodiff", "recordings", "shard", "trace"},
     },
-    "runtime": {"comm": {"."}, "cuda": {".", "comm"}, "debug": {"."}},
+    "runtime": {"comm": {"."}, "cuda": {".", "comm"}},
     "workers": {"transport": {"."}},
 }
 PURE = (

@@ -17,6 +17,7 @@ from piper.directives import replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
+from piper.losses import IGNORED
 from piper.models import causal, decoder, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory_timeline import timeline
@@ -248,7 +249,7 @@ def test_a_rotation_turns_the_first_half_into_the_second() -> None:
 
 
 def test_losses_of_short_logits_are_taken_in_single_precision() -> None:
-    logits, labels = torch.zeros(1, 2, 3, dtype=torch.bfloat16), torch.tensor([[0, causal.IGNORED]])
+    logits, labels = torch.zeros(1, 2, 3, dtype=torch.bfloat16), torch.tensor([[0, IGNORED]])
     total, weight = losses.cross_entropy(logits, labels)
     assert total.dtype == weight.dtype == torch.float32
     assert total.item() == pytest.approx(math.log(3), rel=1e-6)

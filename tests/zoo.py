@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate, annotate_modules
-from piper.losses import cross_entropy
+from piper.losses import IGNORED, cross_entropy
 from piper.models import causal, decoder, huggingface, moe
 from tests import deepseek
 
@@ -57,7 +57,7 @@ def uneven_tokens(rows: int, seed: int) -> Batch:
     rng = torch.Generator().manual_seed(seed + 1)
     lengths = torch.randint(0, LENGTH + 1, (rows, 1), generator=rng)
     lengths[0] = LENGTH
-    labels = batch["labels"].masked_fill(torch.arange(LENGTH) >= lengths, causal.IGNORED)
+    labels = batch["labels"].masked_fill(torch.arange(LENGTH) >= lengths, IGNORED)
     return {**batch, "labels": labels}
 
 
@@ -307,7 +307,7 @@ def masked(case: Case, mask: str) -> Case:
             return {
                 **made,
                 "mask": first.long(),
-                "labels": made["labels"].masked_fill(~first, causal.IGNORED),
+                "labels": made["labels"].masked_fill(~first, IGNORED),
             }
         return {**made, "mask": first.long()}  # which of the two documents a token belongs to
 

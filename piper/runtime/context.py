@@ -101,8 +101,9 @@ class Env:
         }
         self.clones: dict[str, list[Clones]] = {}  # by the chunks whose experts have them
         for layout in self.layouts.values():
-            for chunk in layout.bucket.chunks if layout.clones is not None else ():
-                self.clones.setdefault(chunk, []).append(layout.clones)
+            if layout.clones is not None:
+                for chunk in layout.bucket.chunks:
+                    self.clones.setdefault(chunk, []).append(layout.clones)
         self.makers: dict[SlotId, str] = {  # the stream that allocates each slot
             slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()
         }

@@ -13,7 +13,7 @@ from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trainers import build_optimizer, is_ours
+from piper.runtime.trainers import build_optimizer, hooked, is_ours
 
 if TYPE_CHECKING:
     from piper.runtime.cuda.adam import SplitAdam
@@ -275,11 +275,16 @@ def plain(value: object) -> object:
 
 def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give gradients to the trained tensors, cast to their type where it differs."""
-    casts = {tensor: gradient for tensor, gradient in portion if gradient.dtype != tensor.dtype}
+    casts, sources = list[Tensor](), list[Tensor]()
     for tensor, gradient in portion:
-        tensor.grad = torch.empty_like(tensor) if tensor in casts else gradient
+        cast = gradient
+        if gradient.dtype != tensor.dtype:
+            cast = torch.empty_like(tensor)
+            casts.append(cast)
+            sources.append(gradient)
+        tensor.grad = cast
     if casts:  # together: on CUDA casts one by one move half as many bytes a second
-        torch._foreach_copy_([tensor.grad for tensor in casts], [*casts.values()])
+        torch._foreach_copy_(casts, sources)
 
 
 @contextmanager
@@ -314,11 +319,6 @@ def skipped(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
 def skips(optimizer: Optimizer) -> bool:
     """Return whether kernels of an optimizer can skip a step by themselves, and nothing else comes of it."""
     return is_fused(optimizer) and not hooked(optimizer)
-
-
-def hooked(optimizer: Optimizer) -> bool:
-    """Return whether somebody has asked to be called at an optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -339,3 +339,8 @@ def empty_optimizer(
 def is_ours(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of torch's own: their steps may come in parts."""
     return type(optimizer) in vars(torch.optim).values()
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Return whether somebody has asked to be called at an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

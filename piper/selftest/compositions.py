@@ -19,8 +19,8 @@ from piper.compiler import compile
 from piper.directives import Directive, remat, shard
 from piper.ir.select import at
 from piper.job import Job
+from piper.losses import IGNORED
 from piper.models import decoder, moe
-from piper.models.causal import IGNORED
 from piper.run.launch import launch_local
 from piper.run.recovery import recovering
 from piper.run.run_events import Event

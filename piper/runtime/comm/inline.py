@@ -101,4 +101,6 @@ class InlinePipe:
         self.put(value)
 
     def recv(self, form: Form) -> Tensor:
-        return self.world.take(*self.key)
+        value = self.world.take(*self.key)
+        assert form == (value.shape, value.dtype), f"{list(value.shape)} of {value.dtype} arrives, not {form}"
+        return value

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from piper.runtime.device_state import hooked
+from piper.runtime.trainers import hooked
 
 BLOCK = 2048  # elements
 ALIGNED = 16  # bytes, and elements a multiple of it, so that one form of the kernel does for most parameters
