@@ -81,7 +81,9 @@ class _Record(TorchDispatchMode):
         self.names, self.lines = names, lines
         self.stack: list[str] = []
         self.calls: dict[Key, Call] = {}
-        self.made: dict[int, tuple[Tensor, Value]] = {}  # by identity, with the tensor so that it is unique
+        self.made: dict[
+            int, tuple[Tensor, Value | None]
+        ] = {}  # by identity, with the tensor so that it is unique
         self.counts: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -93,7 +95,7 @@ class _Record(TorchDispatchMode):
         call = Call(
             op=op,
             where=f"{name} of {module or 'the loss'} ({model_line()})" if self.lines else "",
-            sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+            sources=[self.made.get(id(leaf), (leaf, None))[1] for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
         )
@@ -105,11 +107,6 @@ class _Record(TorchDispatchMode):
                 call.results.append(value)
         self.calls[*place, self.counts[place]] = call
         return out
-
-    def source(self, tensor: Tensor) -> Value | None:
-        """Return the recorded value of a tensor."""
-        recorded = self.made.get(id(tensor))
-        return recorded[1] if recorded is not None and recorded[0] is tensor else None
 
     @contextmanager
     def modules(self) -> Iterator[None]:
