@@ -55,11 +55,11 @@ class CollectiveRules:
             given = ", ".join(sorted(map(self.symbols.describe, values.values())))
             self.state.complain(at, f"receives different values from different devices: {given}")
             return
-        number, *others = next(iter(values.values()))
+        number, about, amount = next(iter(values.values()))
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
             number = self.symbols.moved(number, self.covers.received(comm.name, at.program, covers))
-        self.state.slots[at.program][at.ins.writes[0]] = (number, *others)
+        self.state.slots[at.program][at.ins.writes[0]] = number, about, amount
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
