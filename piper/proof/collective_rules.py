@@ -17,8 +17,10 @@ from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_ve
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
 
 FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
-VERSIONS = ("old", "new", "old shard", "new shard", "partly new", "partly new shard")
-AFTER_UPDATE = {version: version.removeprefix("partly ") for version in VERSIONS}
+AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {
+    "partly new": "new",
+    "partly new shard": "new shard",
+}
 HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
 # ^ of a gradient, by the kind of its slot
 
