@@ -17,7 +17,7 @@ from piper.check.localise import Checked, CheckedResult, Launch, first_differenc
 from piper.check.mixing import Reasons, reasons
 from piper.check.reference import Reference
 from piper.check.reference_groups import reference_of
-from piper.check.replay import ReplayError
+from piper.check.replay import Replay, ReplayError
 from piper.runtime.batch import padded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -148,19 +148,24 @@ class _Check:
             with self.launch(self.program, replace(self.options, keep_gradients=True)) as run:
                 bad = self._steps(run, iter(wanted))
         except ReplayError as error:
-            return self._answer(f"the random numbers cannot be drawn in plain PyTorch: {error}")
-        replays = [replay for reference in self.replays for replay in reference.replays.values()]
+            return self._answer(self.whole, f"the random numbers cannot be drawn in plain PyTorch: {error}")
+        judge = self.whole if self.sliced is None else self.sliced
         if bad is None:
-            problems = (problem for replay in replays for problem in replay.problems())
-            return self._answer(next(problems, None) or self._judged())
-        unmatched = [text for replay in replays for text in replay.unmatched]
+            problems = (problem for replay in self._all_replays() for problem in replay.problems())
+            return self._answer(judge, next(problems, None) or self._judged())
+        unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
         number, text = bad
         named, batches = None, self.batches[: number + 1]
         if self.program.plans.averaging is None:  # else each group has values of its own
             named = first_difference(self.program, self.launch, batches, self.tol, self.options)
         rounded = self._may_be_rounding() if named is None else []
         compiled = compiled_otherwise(reference_of(self.program), self.batches[number], self.tol)
-        return self._answer("; ".join([named or text, *unmatched[:1], *rounded, *compiled]))
+        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded, *compiled]))
+
+    def _all_replays(self) -> Iterator[Replay]:
+        """Yield the random numbers of every shape of batches, for the whole batch and for its slices."""
+        for reference in self.replays:
+            yield from reference.replays.values()
 
     def _steps(self, run: Checked, wanted: Iterator[ComparedNumbers]) -> tuple[int, str] | None:
         """Run every step; return the number of the first that is wrong, with what is wrong with it."""
@@ -292,8 +297,7 @@ class _Check:
         listed = "; ".join(reasons.narrow[:SHOWN]) + ("; ..." if len(reasons.narrow) > SHOWN else "")
         return f"these operations compute in {reasons.type}: {listed}"
 
-    def _answer(self, bad: str | None) -> Report:
-        judge = self.sliced or self.whole
+    def _answer(self, judge: Worst, bad: str | None) -> Report:
         if bad is not None and self.whole.bad is not None:
             judge = self.whole
         largest = judge.largest
