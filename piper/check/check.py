@@ -258,9 +258,8 @@ class _Check:
                 f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        if not reasons.mixing and any(
-            p and p.unsure for plain in self.replays for p in plain.products.values()
-        ):
+        products = [products for plain in self.replays for products in plain.products.values()]
+        if not reasons.mixing and any(each is not None and each.unsure for each in products):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "

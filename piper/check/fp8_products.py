@@ -85,9 +85,7 @@ def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
 
 
 Cut = tuple[Tensor | slice, Tensor | slice]  # the outputs and inputs of a slice of a weight
-Groups = (
-    list[Tensor] | None
-)  # rows whose terms of a weight's gradient are rounded by a scale each; None: none
+Groups = list[Tensor] | None  # rows whose terms of a gradient are rounded by a scale each. None: no rounding
 WHOLE: Sequence[Cut] = ((slice(None), slice(None)),)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)

@@ -133,13 +133,12 @@ class ChunkwiseReference(Reference):
                 value.retain_grad()
                 walk.inputs[chunk.name, position] = value
             inputs.append(value)
-        params = [self.params[name] for name in spec.params]
-        buffers = [walk.buffers[name] for name in spec.buffers]
+        held = [*map(self.params.__getitem__, spec.params), *map(walk.buffers.__getitem__, spec.buffers)]
         ways = self.replay.ways(chunk.name) if chunk.kind == "expert" else 1
         if ways > 1:
-            out = self._experts(chunk, ways, inputs, params, buffers)
+            out = self._experts(chunk, ways, inputs, held)
         else:
-            out = self.setup.code(chunk, "F")(*inputs, *params, *buffers)
+            out = self.setup.code(chunk, "F")(*inputs, *held)
         for index in range(len(chunk.outputs)):
             walk.outputs[chunk.name, index] = out[index]
         first = len(chunk.outputs) + len(chunk.saved)
@@ -147,19 +146,18 @@ class ChunkwiseReference(Reference):
             walk.buffers[name] = value.detach()
 
     def _experts(
-        self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]
+        self, chunk: Chunk, ways: int, inputs: Sequence[Tensor], held: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Run an expert chunk whose code is for some of the experts: each part on its rows, then joined."""
-        positions = chunk.phases["F"].inputs
-        sources = [chunk.inputs[i] for i in positions]
+        spec = chunk.phases["F"]
+        sources = [chunk.inputs[i] for i in spec.inputs]
         indices = [source.index if isinstance(source, Output) else 0 for source in sources]
         counted = indices.index(1)
         rows = inputs[counted].view(ways, -1).sum(1).tolist()
         parts: list[list[Tensor]] = [
             list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)
         ]
-        spec = chunk.phases["F"]
-        for name, value in zip((*spec.params, *spec.buffers), (*params, *buffers), strict=True):
+        for name, value in zip((*spec.params, *spec.buffers), held, strict=True):
             sharding = self.shardings[name]
             parts.append(list(value.chunk(ways, sharding.dim)) if sharding.degree > 1 else [value] * ways)
         results = [self.setup.code(chunk, "F")(*arguments) for arguments in zip(*parts, strict=True)]

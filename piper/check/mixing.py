@@ -81,7 +81,8 @@ class _Record(TorchDispatchMode):
         self.names, self.lines = names, lines
         self.stack: list[str] = []
         self.calls: dict[Key, Call] = {}
-        self.made: dict[int, tuple[Tensor, Value]] = {}  # by identity, with the tensor so that it is unique
+        # By identity, with the tensor so that it is unique:
+        self.made: dict[int, tuple[Tensor, Value | None]] = {}
         self.counts: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -93,7 +94,7 @@ class _Record(TorchDispatchMode):
         call = Call(
             op=op,
             where=f"{name} of {module or 'the loss'} ({model_line()})" if self.lines else "",
-            sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+            sources=[self.made.get(id(leaf), (leaf, None))[1] for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
         )
@@ -105,11 +106,6 @@ class _Record(TorchDispatchMode):
                 call.results.append(value)
         self.calls[*place, self.counts[place]] = call
         return out
-
-    def source(self, tensor: Tensor) -> Value | None:
-        """Return the recorded value of a tensor."""
-        recorded = self.made.get(id(tensor))
-        return recorded[1] if recorded is not None and recorded[0] is tensor else None
 
     @contextmanager
     def modules(self) -> Iterator[None]:
@@ -132,9 +128,8 @@ class _Record(TorchDispatchMode):
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
     given = reference.as_run(batch)
-    slices = [
-        *reference.replay.slicing.slices(reference.replay.program.outline.loss.chunk, samples_in(given))
-    ]
+    outline = reference.replay.program.outline
+    slices = [*reference.replay.slicing.slices(outline.loss.chunk, samples_in(given))]
     try:
         whole, loss = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared
@@ -158,12 +153,11 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
             uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
         elif mixes(call):
             mixing[call.where] = None
-    weighted = reference.replay.program.outline.weight is not None
     total = torch.stack(losses).sum(0)
     return Reasons(
         uneven=[*uneven],
         mixing=[*mixing],
-        summed=not weighted and len(losses) > 1 and distance(total, loss) <= near,
+        summed=outline.weight is None and len(losses) > 1 and distance(total, loss) <= near,
         narrow=[*narrow],
         type=next((name for name, eps in NARROW.items() if eps == max(narrow.values(), default=0.0)), ""),
         rounding=rounding,
@@ -186,13 +180,8 @@ def _record(
     record, draws = _Record(names, lines=part is None), reference.replay  # slices need no lines
     steps = reference.steps
     drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
-    with (
-        reference.unchanged(),
-        torch.no_grad(),
-        drawing if replay else nullcontext(),
-        record,
-        record.modules(),
-    ):
+    drawn = drawing if replay else nullcontext()
+    with reference.unchanged(), torch.no_grad(), drawn, record, record.modules():
         result = reference.loss(batch)
     return record.calls, result[0] if isinstance(result, tuple) else result
 

@@ -99,8 +99,9 @@ class Replay:
 
     def _drawing(self, step: int, samples: int, slices: Mapping[str, Sequence[Slice]]) -> Iterator[None]:
         before = self.generator.get_state()
+        draws = _Draws(self, step, samples, slices)
         try:
-            with _Draws(self, step, samples, slices) as draws:
+            with draws:
                 yield
         finally:
             self.generator.set_state(before)
@@ -141,7 +142,8 @@ class Replay:
         values = [*given, *params, *buffers]
 
         def shapes(values: Sequence[Tensor]) -> list[Shape]:
-            with torch.enable_grad(), _DrawShapes() as count:  # with gradients: compiled code runs uncompiled
+            count = _DrawShapes()
+            with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
                 self.program.code(chunk, "F")(*values)
             return count.shapes
 

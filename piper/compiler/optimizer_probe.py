@@ -6,7 +6,7 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -119,7 +119,7 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketU
         try:
             for device in dict.fromkeys((devices[0], devices[-1])) if direct else ():
                 check_groups(make, view_of(device, mine, sizes), sizes, groups)
-            views = small_views(devices[0], mine, small)
+            views: Iterable[View] = small_views(devices[0], mine, small)
             if small is sizes:  # it is tried at true sizes
                 views = [view_of(device, mine, sizes) for device in devices[:MOST]]
             for view in views:

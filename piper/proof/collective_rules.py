@@ -17,8 +17,10 @@ from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_ve
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
 
 FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
-VERSIONS = ("old", "new", "old shard", "new shard", "partly new", "partly new shard")
-AFTER_UPDATE = {version: version.removeprefix("partly ") for version in VERSIONS}
+AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {
+    "partly new": "new",
+    "partly new shard": "new shard",
+}
 HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
 # ^ of a gradient, by the kind of its slot
 
@@ -55,11 +57,11 @@ class CollectiveRules:
             given = ", ".join(sorted(map(self.symbols.describe, values.values())))
             self.state.complain(at, f"receives different values from different devices: {given}")
             return
-        number, *others = next(iter(values.values()))
+        number, about, amount = next(iter(values.values()))
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
             number = self.symbols.moved(number, self.covers.received(comm.name, at.program, covers))
-        self.state.slots[at.program][at.ins.writes[0]] = (number, *others)
+        self.state.slots[at.program][at.ins.writes[0]] = number, about, amount
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""

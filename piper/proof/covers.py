@@ -157,12 +157,12 @@ class Covers:
         """Return for each program the cover of a sum over each group, of what its members contribute."""
         groups: dict[int, list[Segment]] = {}
         group_of = self.group_of(comm)
-        devices = [plan.devices for plan in self.plans]
+        plans = self.plans.plans
         for program, cover in given:
-            for device, cells in zip(devices[program], self._covers[cover], strict=True):
+            for device, cells in zip(plans[program].devices, self._covers[cover], strict=True):
                 groups.setdefault(group_of[device], []).extend(cells)
         sums = {group: _overlaid(segments) for group, segments in groups.items()}
-        return {p: self._intern(tuple(sums.get(group_of[d], ()) for d in devices[p])) for p in programs}
+        return {p: self._intern(tuple(sums.get(group_of[d], ()) for d in plans[p].devices)) for p in programs}
 
     @once
     def group_of(self, comm: str) -> dict[int, int]:

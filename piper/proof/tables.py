@@ -107,18 +107,17 @@ def sharding_problems(spec: Specification) -> Iterator[str]:
 
 def pair_problems(plans: Plans) -> Iterator[str]:
     """Yield the communicators of pairs in which a device sends or receives twice."""
-    for comm in plans.comms.values():
-        if comm.kind == "pairs":
-            ends = [[pair[0] for pair in comm.groups], [pair[-1] for pair in comm.groups]]
-            if any(len(pair) != 2 for pair in comm.groups) or any(len(set(e)) < len(e) for e in ends):
-                yield f"{comm.name} does not join each sender to one receiver"
+    for comm in (comm for comm in plans.comms.values() if comm.kind == "pairs"):
+        ends = [[pair[0] for pair in comm.groups], [pair[-1] for pair in comm.groups]]
+        if any(len(pair) != 2 for pair in comm.groups) or any(len(set(e)) < len(e) for e in ends):
+            yield f"{comm.name} does not join each sender to one receiver"
 
 
 def holdings(
     spec: Specification, bucket: Bucket, family: Sequence[Bucket], parameters: Mapping[str, Parameter]
 ) -> dict[str, list[Holding]]:
     """Return how each chunk that uses a parameter of a bucket holds it: all alike, if all is well."""
-    chunks = dict.fromkeys(name for b in (bucket, *family) for name in b.chunks if name in spec.chunks)
+    chunks = dict.fromkeys(name for b in family for name in b.chunks if name in spec.chunks)
     ways_held: dict[str, list[Holding]] = {}
     for name in (piece.name for piece in bucket.pieces if piece.name in parameters):
         users = (chunk for chunk in chunks if name in spec.chunks[chunk].params)

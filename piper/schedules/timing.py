@@ -26,15 +26,15 @@ class StageCosts:
     hop: float | Sequence[float] = 0.0
 
     def __post_init__(self) -> None:
-        forward = need_numbers("forward", self.forward, None, by="StageCosts")
-        object.__setattr__(self, "forward", forward)
-        for name in ("inputs", "weights"):
-            times = need_numbers(name, getattr(self, name), len(forward), by="StageCosts")
+        stages = None  # as many as there are numbers of `forward`
+        for name in ("forward", "inputs", "weights"):
+            times = need_numbers(name, getattr(self, name), stages, by="StageCosts")
             object.__setattr__(self, name, times)
+            stages = len(times)
         if isinstance(self.hop, int | float):
             need_numbers("hop", (self.hop,), 1, by="StageCosts")
         else:
-            object.__setattr__(self, "hop", need_numbers("hop", self.hop, len(forward) - 1, by="StageCosts"))
+            object.__setattr__(self, "hop", need_numbers("hop", self.hop, self.stages - 1, by="StageCosts"))
         if not any(map(sum, (self.forward, self.inputs, self.weights))):
             raise ScheduleError(
                 "no pass of any stage takes time", by="StageCosts", hint="give at least one time above 0"
@@ -123,9 +123,8 @@ class Memory:
     limit: int | Sequence[int]  # bytes: of every rank, or of each
 
     def __post_init__(self) -> None:
-        saved = need_bytes("saved", self.saved, None)
-        object.__setattr__(self, "saved", saved)
-        object.__setattr__(self, "carried", need_bytes("carried", self.carried, len(saved)))
+        object.__setattr__(self, "saved", need_bytes("saved", self.saved, None))
+        object.__setattr__(self, "carried", need_bytes("carried", self.carried, len(self.saved)))
         if isinstance(self.limit, int | float):
             object.__setattr__(self, "limit", *need_bytes("limit", (self.limit,), 1))
         else:

@@ -211,7 +211,12 @@ def squeezed(problem: Problem, times: Sequence[float], limit: int) -> list[float
     slot_of = [int(time) for time in times]
     moved = [operation for operation in range(problem.size) if problem.kind[operation] in (F, I)]
     moved.sort(key=lambda operation: (slot_of[operation], operation))
-    rows = rows_of(problem, slot_of, moved)
+    length = max(slot_of) + 1 + len(moved)  # with room at the end for all weight gradients
+    slots = [[FREE] * length for _ in range(problem.ranks)]
+    for operation in moved:
+        assert slots[problem.rank[operation]][slot_of[operation]] == FREE, "two operations in one slot"
+        slots[problem.rank[operation]][slot_of[operation]] = operation
+    rows = [SlotRow(problem, row) for row in slots]
     steady_from = slot_of[problem.number(I, 0, 0)]
     steady_to = slot_of[problem.number(F, 0, problem.microbatches - 1)]
     for operation in moved:
@@ -223,16 +228,6 @@ def squeezed(problem: Problem, times: Sequence[float], limit: int) -> list[float
         choices = [slot for slot in range(first, now) if row.slots[slot] == FREE]
         slot_of[operation] = first_that_fits(row, now, choices, limit)
     return [float(slot) for slot in slot_of]
-
-
-def rows_of(problem: Problem, slot_of: Sequence[int], operations: Sequence[int]) -> list[SlotRow]:
-    """Lay operations out in the slots of their ranks, with room at the end for all weight gradients."""
-    length = max(slot_of) + 1 + len(operations)
-    slots = [[FREE] * length for _ in range(problem.ranks)]
-    for operation in operations:
-        assert slots[problem.rank[operation]][slot_of[operation]] == FREE, "two operations in one slot"
-        slots[problem.rank[operation]][slot_of[operation]] = operation
-    return [SlotRow(problem, row) for row in slots]
 
 
 def earliest(problem: Problem, slot_of: Sequence[int], operation: int) -> int:

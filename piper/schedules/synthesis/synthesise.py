@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
@@ -145,11 +146,8 @@ def schedule_of(problem: Problem, grid: Grid, memory: Memory | None) -> Schedule
     number = {action: operation for operation, action in enumerate(problem.actions)}
     rows = tuple(tuple(number[action] for (action,) in row) for row in split.rows)
     times = timeline(split, problem.costs)
-    start = [0.0] * problem.size
-    for row, starts in zip(rows, times.starts, strict=True):
-        for operation, begin in zip(row, starts, strict=True):
-            start[operation] = begin
-    return Schedule(start=tuple(start), rows=rows, end=times.end)
+    begins = zip(chain(*rows), chain(*times.starts), strict=True)  # of each operation
+    return Schedule(start=tuple(begin for _, begin in sorted(begins)), rows=rows, end=times.end)
 
 
 def halves(action: Action) -> tuple[Group, ...]:
