@@ -111,7 +111,7 @@ class Run(RunCalls):
         evaluated and saved where that is due, and at the last step. The training ends early where a callback
         calls `stop`, or the system asks a worker to end.
         """
-        last = self.program.job.steps if steps is None else self.done + steps
+        last = self._last(steps)
         for batch in self.batches(steps):
             result = self.step(batch)
             self.watch.end(batch)
@@ -121,7 +121,7 @@ class Run(RunCalls):
 
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
         """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
-        last = self.program.job.steps if steps is None else self.done + steps
+        last = self._last(steps)
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
@@ -136,6 +136,9 @@ class Run(RunCalls):
                     break
         finally:
             self.stopping = False  # a second call goes on
+
+    def _last(self, steps: int | None) -> int:
+        return self.program.job.steps if steps is None else self.done + steps
 
     @property
     def feed(self) -> Feed:
