@@ -160,7 +160,8 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         run = start(program, folder, asked, events, blank=bool(past))
     outcome = Outcome(folder=folder, done=0, steps=job.steps, saved=job.checkpoint is not None)
     with run, ConsoleLog(console):
-        run.folder, trainer = folder, None
+        run.folder = folder
+        trainer: Trainer | None = None
         if past:
             resumed = run.load(folder)
             console.print(f"Going on from {resumed.path}, after step {resumed.step}")
