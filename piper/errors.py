@@ -49,11 +49,11 @@ class LaunchError(PiperError):
 
 
 class WorkerError(PiperError):
-    """A worker that failed, died or stalled while it ran."""
+    """A worker that failed, died or stalled: how (`kind`), which one, and where in its plan, if known."""
 
-    kind: Literal["dead", "error", "stopped", "late"] | None = None  # how, if it is known
-    device: int | None = None  # which one
-    place: int | None = None  # at which instruction of its plan
+    kind: Literal["dead", "error", "stopped", "late"] | None = None
+    device: int | None = None
+    place: int | None = None  # the instruction
 
 
 CONTENT = (ValueError, LookupError, TypeError, AttributeError)  # of a file that holds something else

@@ -139,7 +139,8 @@ def check_functions(job: Job) -> None:
         need(callable(getattr(job, name)), what, hint)
     torch = sys.modules.get("torch")  # there is no module before torch is imported
     built = torch is not None and isinstance(job.model, torch.nn.Module)
-    need(not built, f"model is a {type(job.model).__name__} that is built already", CALLABLES["model"])
+    what = f"model is a {type(job.model).__name__} that is built already"
+    need(not built, what, CALLABLES["model"])
     name = getattr(job.loss, "__name__", type(job.loss).__name__)
     need(not of_torch(job.loss), f"loss is torch's {name}: it takes no model and no batch", A_LOSS)
     hint = "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)"
@@ -162,10 +163,15 @@ def check_settings(job: Job) -> None:
 
 def check_parts(job: Job) -> None:
     """Refuse parts of a job that are of another class: its checkpoint, evaluation, buckets and callbacks."""
-    for name, kind, example in PARTS:
-        part, article = getattr(job, name), "an" if kind is Evaluate else "a"
-        what = f"{name} is {type(part).__name__}, not {article} {kind.__name__}"
-        need(part is None or isinstance(part, kind), what, f"give a {example}, or leave it out")
+    what = f"checkpoint is {type(job.checkpoint).__name__}, not a Checkpoint"
+    hint = 'give a piper.Checkpoint(folder="checkpoints"), or leave it out'
+    need(job.checkpoint is None or isinstance(job.checkpoint, Checkpoint), what, hint)
+    what = f"evaluate is {type(job.evaluate).__name__}, not an Evaluate"
+    hint = "give a piper.Evaluate(data=..., every=...), or leave it out"
+    need(job.evaluate is None or isinstance(job.evaluate, Evaluate), what, hint)
+    what = f"buckets is {type(job.buckets).__name__}, not a Buckets"
+    hint = 'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out'
+    need(job.buckets is None or isinstance(job.buckets, Buckets), what, hint)
     example = "callbacks=[piper.callbacks.EarlyStopping()]"
     what = f"callbacks is {type(job.callbacks).__name__}, not a list"
     need(isinstance(job.callbacks, Sequence), what, f"put callbacks in a list: {example}")
@@ -249,7 +255,8 @@ def directives_for(job: Job, size: int) -> Strategy:
 
 def check_lengths(strategies: Mapping[int, Strategy]) -> None:
     """Refuse strategies by length without a length, with one that is no whole number, or a bad strategy."""
-    what = "the lengths of the strategies are " + (", ".join(map(repr, strategies)) or "none")
+    lengths = ", ".join(map(repr, strategies)) or "none"
+    what = f"the lengths of the strategies are {lengths}"
     hint = "give each strategy the longest batch that it is for, a whole number: {4096: short, 65536: long}"
     need(bool(strategies) and all(is_whole(length, 1) for length in strategies), what, hint)
     for strategy in strategies.values():
@@ -274,11 +281,6 @@ CALLABLES = {
     "data": "give a function that returns the batches: data=lambda: loader",
     "optimizer": "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
-PARTS = (
-    ("checkpoint", Checkpoint, 'piper.Checkpoint(folder="checkpoints")'),
-    ("evaluate", Evaluate, "piper.Evaluate(data=..., every=...)"),
-    ("buckets", Buckets, 'piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100})'),
-)
 A_LOSS = 'give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
 
 

@@ -56,9 +56,11 @@ def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], ob
         known = [n for n, value in own.items() if callable(value)]
         more = f" and {len(known) - MOST} more" if len(known) > MOST else ""
         close = get_close_matches(name, known, n=1)
-        other = f"{name} is {type(found).__name__}, not a function"
+        what = f"{name} is {type(found).__name__}, not a function"
+        if not hasattr(module, name):
+            what = f"there is no function {name!r}"
         raise ConfigError(
-            other if hasattr(module, name) else f"there is no function {name!r}",
+            what,
             by=file,
             facts={"has": ", ".join(known[:MOST]) + more or "no functions"},
             hint=f"did you mean {close[0]!r}?" if close else "name a function that returns a piper.Job",

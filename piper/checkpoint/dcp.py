@@ -25,12 +25,20 @@ from piper.errors import CONTENT, ConfigError
 LARGEST = 2**63  # integers beyond it are no size
 METADATA = ".metadata"
 _RECORDS = {
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
-    "MetadataIndex StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.serialization": "_get_layout",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
 }
 # What reading a pickle or a file of torch that is not one can raise.
 BROKEN = (*CONTENT, pickle.UnpicklingError, OSError, EOFError, RuntimeError, MemoryError, OverflowError)
@@ -58,7 +66,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if name in _RECORDS.get(module, "").split():
+        if name in _RECORDS.get(module, ()):
             return type(name, (MetadataRecord,), {})  # of its own: what a pickle does to a class ends here
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of DCP")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
-from piper.checkpoint.storage import Written, index_of, sync
+from piper.checkpoint.storage import BlockReader, StorageError, Written, index_of, sync
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,
@@ -31,7 +31,6 @@ from piper.checkpoint.target import (
     target_of,
     unwritten,
 )
-from piper.checkpoint.verified_files import BlockReader, StorageError
 from piper.errors import ConfigError
 
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")

@@ -5,7 +5,7 @@ Numbers, strings, bools, None and lists stay as they are. Any other type is an o
 
 import base64
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -31,7 +31,8 @@ def encode(value: object, where: str) -> Plain:
         case Mapping() if not isinstance(value, Counter) and all(type(key) is str for key in value):
             return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
         case Mapping():
-            return {"counter" if isinstance(value, Counter) else "pairs": pairs(value.items(), where)}
+            pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            return {"counter" if isinstance(value, Counter) else "pairs": cast(Plain, pairs)}
         case Tensor():
             here = value.detach().cpu().contiguous()
             raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
@@ -46,11 +47,6 @@ def encode(value: object, where: str) -> Plain:
         facts={"at": where, "type": f"{type(value).__module__}.{type(value).__qualname__}"},
         hint="keep numbers, texts, tensors, arrays, lists, tuples and dicts in a state_dict()",
     )
-
-
-def pairs(items: Iterable[tuple[object, object]], where: str) -> Plain:
-    """Return keys and their values as a JSON list of pairs."""
-    return [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in items]
 
 
 def text_of(raw: bytes) -> str:

@@ -21,8 +21,7 @@ from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name_in_group, read_record
 from piper.checkpoint.save import Copied, RefusedError, buffer_parts, copied, copy_state, range_of
-from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
-from piper.checkpoint.verified_files import StorageError
+from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange, Written, write_parts
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket

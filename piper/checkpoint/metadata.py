@@ -7,6 +7,7 @@ differ: a part that is frozen for a while, or two that take turns.
 of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from piper.checkpoint.json_state import Plain
-from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.ir.format import listed
@@ -27,7 +27,21 @@ FILE = "checkpoint.json"
 SUFFIX = ".safetensors"
 OURS = re.compile(r"checkpoint\.json|(?:device-\d+|values-\d+|driver)\.safetensors")  # names in a checkpoint
 FORMAT, VERSION = "piper checkpoint", 2
-UNSIGNED = "0" * DIGEST  # stands for the digest while it is computed
+BLOCK = 2**22  # bytes of a file for which there is one digest
+UNSIGNED = "0" * 2 * hashlib.sha256().digest_size  # stands for the digest while it is computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file of a checkpoint: its bytes, and the digest of each block of them."""
+
+    size: int
+    digests: tuple[str, ...]
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the digest of some bytes as text."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def name_in_group(name: str, group: int) -> str:

@@ -61,10 +61,6 @@ class MovedRuns:
     target: int
     runs: tuple[FlatRuns, ...]  # `here` in the bucket that they leave, `there` in the one that they enter
 
-    @property
-    def elements(self) -> int:
-        return length_of(self.runs)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceMove:
@@ -123,10 +119,8 @@ def piece_moves(bucket: Bucket, holders: Mapping[str, tuple[Bucket, Piece]]) -> 
 
 def placed(bucket: Bucket, piece: Piece, extent: Literal["held", "owned"]) -> PlacedPiece:
     """Return which part of a parameter each device of a bucket holds, or updates."""
-    if extent == "held":
-        ranges = tuple(bucket.held(device) for device in bucket.devices)
-    else:
-        ranges = tuple(bucket.update.owned(device) for device in bucket.devices)
+    part = bucket.held if extent == "held" else bucket.update.owned
+    ranges = tuple(map(part, bucket.devices))
     return PlacedPiece(piece=replace(piece, name=""), devices=bucket.devices, ranges=ranges)
 
 
@@ -159,15 +153,12 @@ def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[Mov
         wanted = Intervals.of(after.runs(place))
         arrived = [(one.source, Intervals.of(one.runs)) for one in moved if one.target == device]
         entered = [np.stack([one.there, one.length]) for _, one in arrived]
-        if not np.array_equal(
-            joined(np.hstack([NONE, *entered])), joined(np.stack([wanted.here, wanted.length]))
-        ):
+        mine = np.stack([wanted.here, wanted.length])
+        if not np.array_equal(joined(np.hstack([NONE, *entered])), joined(mine)):
             raise AssertionError(f"device {device} gets other elements than those of its part")
         for source, one in arrived:
-            given, needed = (
-                having[source].elements(one.here, one.length),
-                wanted.elements(one.there, one.length),
-            )
+            given = having[source].elements(one.here, one.length)
+            needed = wanted.elements(one.there, one.length)
             if (given < 0).any() or not np.array_equal(given, needed):
                 raise AssertionError(f"device {source} gives device {device} other elements than it needs")
 
@@ -217,8 +208,7 @@ def moving_plans(
 ) -> Plans:
     """Return the plan of a move from some buckets to others, for the simulator and for people.
 
-    An instruction moves one bucket. All devices take part, and its bytes are those of the device that sends
-    or gets most. state_bytes: what the optimizer keeps for an element.
+    An instruction moves one bucket. Its bytes are those of the device that sends or gets most.
     """
     instrs = []
     for move in moves_between(before, after):
@@ -249,8 +239,8 @@ def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]
     """Yield the transfers of a bucket with their bytes."""
     for piece in move.pieces:
         kept = max(bucket.kept_itemsize(state_bytes) for bucket in (piece.before, move.bucket))
-        yield from ((one, one.elements * move.bucket.itemsize) for one in piece.held)
-        yield from ((one, one.elements * kept) for one in piece.owned)
+        yield from ((one, length_of(one.runs) * move.bucket.itemsize) for one in piece.held)
+        yield from ((one, length_of(one.runs) * kept) for one in piece.owned)
 
 
 def peak_while_moving(before: Plans, after: Plans, state_bytes: int) -> int:

@@ -1,14 +1,19 @@
 """Tensors on disk: pieces in safetensors files, which can be read back in other pieces.
 
 A checkpoint is not a folder of torch.distributed.checkpoint, whose index is a pickle (see checkpoint/dcp.py).
-Pieces lie in safetensors files, and the index in JSON. Bytes are verified, see [Note: blocks].
+Pieces lie in safetensors files, and the index in JSON.
+
+[Note: blocks] There is a digest for each block of the bytes of a file. A reader that needs some elements of a
+large file reads and verifies only the blocks that hold them, and uses the very bytes that it verified.
+Digests are computed while a file is written, from memory.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,11 +23,11 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
 from piper.checkpoint.json_state import dtype_named, name_of_dtype
-from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
-from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
+from piper.checkpoint.metadata import BLOCK, SUFFIX, FileRecord, Record, SavedPiece, Stored, digest_of
 from piper.ir.sharding import FlatRuns
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
+CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
 LONGEST = 2**30  # the largest header that is read, in bytes
 CODES = {  # how safetensors names the types
@@ -43,6 +48,10 @@ CODES = {  # how safetensors names the types
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+
+
+class StorageError(Exception):
+    """A file of a checkpoint that cannot be read or written, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +138,28 @@ def write_file(
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
 
 
+def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
+    """Write a new file and return its size and digests. Raise an OSError if a file of this name exists."""
+    digests: list[str] = []
+    hasher, filled, size = hashlib.sha256(), 0, 0
+    with path.open("xb", buffering=0) as file:
+        for piece in content:
+            while piece:
+                data, piece = piece[: block - filled], piece[block - filled :]
+                left = data
+                while left:  # the system may take only some of the bytes at a time
+                    left = left[os.write(file.fileno(), left) :]
+                hasher.update(data)
+                filled += len(data)
+                size += len(data)
+                if filled == block:
+                    digests.append(hasher.hexdigest())
+                    hasher, filled = hashlib.sha256(), 0
+    if filled:
+        digests.append(hasher.hexdigest())
+    return FileRecord(size=size, digests=tuple(digests))
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a flat tensor of the host."""
     if not tensor.numel():
@@ -184,6 +215,53 @@ def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
     """Yield what two pieces of a tensor have in common: `here` in the stored, `there` in the wanted one."""
     if stored.elements and wanted.elements:
         yield from common_runs(stored.runs, wanted.runs)
+
+
+def verified_block(
+    folder: Path, files: Mapping[str, FileRecord], block: int, name: str, number: int
+) -> bytes:
+    """Read a block of a file, and verify it."""
+    record, first = files[name], number * block
+    wanted = min(block, record.size - first)
+    try:
+        with (folder / name).open("rb") as file:
+            file.seek(first)
+            data = file.read(wanted)
+    except OSError as error:
+        raise StorageError(f"{name}: {error}") from error
+    if len(data) != wanted:
+        raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
+    if digest_of(data) != record.digests[number]:
+        span = f"{first} to {first + wanted - 1}"
+        raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
+    return data
+
+
+class BlockReader:
+    """Reads byte ranges of the files of one folder, and verifies every block that it touches."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], block: int = BLOCK) -> None:
+        self.files, self.block = files, block
+        self._verified = partial(verified_block, folder, files, block)
+        self._block = lru_cache(CACHED)(self._verified)  # without `self`: blocks go when their reader does
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `start` on."""
+        end = start + len(out)
+        if end > self.files[name].size:
+            raise StorageError(f"{name}: it ends at byte {self.files[name].size}, before byte {end}")
+        number = start // self.block
+        while number * self.block < end:
+            first = number * self.block
+            low, high = max(start, first), min(end, first + self.block)
+            out[low - start : high - start] = self._block(name, number)[low - first : high - first]
+            number += 1
+
+    def verify(self) -> None:
+        """Read and verify all bytes of all files."""
+        for name, record in self.files.items():
+            for number in range(-(-record.size // self.block)):
+                self._verified(name, number)
 
 
 class CheckpointReader:

@@ -108,11 +108,10 @@ def entries(path: Path) -> list[str]:
 
 def strangers(path: Path) -> list[str] | None:
     """Return the names in a folder of ours that it does not list; None: the folder is not ours."""
-    names = entries(path)
-    if not names:
-        return []
-    own = listed_in(path)
-    return None if own is None else [name for name in names if name not in own]
+    own, names = listed_in(path), entries(path)
+    if own is None and names:
+        return None
+    return [name for name in names if name not in (own or ())]
 
 
 def listed_in(path: Path) -> set[str] | None:

@@ -76,8 +76,9 @@ def launch(
     """
     given = locals()  # most are fields of a record
     if not hasattr(program, "plans"):
-        what, hint = "is not a compiled program", "compile the job first: piper.launch(piper.compile(job))"
-        raise ConfigError(f"{type(program).__name__} {what}", by="launch", hint=hint)
+        what = f"{type(program).__name__} is not a compiled program"
+        hint = "compile the job first: piper.launch(piper.compile(job))"
+        raise ConfigError(what, by="launch", hint=hint)
     begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
     chosen = {one.name: given[one.name] for one in fields(Options) if one.name in given}
     run = launcher(program, on, Options(**chosen, blank=begins), cluster=cluster)

@@ -8,6 +8,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Self, cast
 
@@ -30,7 +31,7 @@ from piper.run.nans import check_finite
 from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
-from piper.runtime.batch import check_batch, wanted_batch
+from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import ProgramLike, setup_of
@@ -110,7 +111,7 @@ class Run(RunCalls):
         evaluated and saved where that is due, and at the last step. The training ends early where a callback
         calls `stop`, or the system asks a worker to end.
         """
-        last = self.program.job.steps if steps is None else self.done + steps
+        last = self._last(steps)
         for batch in self.batches(steps):
             result = self.step(batch)
             self.watch.end(batch)
@@ -120,21 +121,28 @@ class Run(RunCalls):
 
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
         """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
-        last = self.program.job.steps if steps is None else self.done + steps
+        last = self._last(steps)
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
-        wanted = wanted_batch(setup_of(self.program))
         try:
             while self.done < last:
                 self.watch.begin(self.done + 1)
                 batch = next(self.feed)
-                check_batch(batch, wanted, by=f"{named('data', self.feed.make)}, step {self.feed.step}")
+                check_batch(batch, self.wanted, by=f"{named('data', self.feed.make)}, step {self.feed.step}")
                 yield batch
                 if self.stopping:
                     break
         finally:
             self.stopping = False  # a second call goes on
+
+    @cached_property
+    def wanted(self) -> BatchSpec:
+        """Return the fields that a batch must have."""
+        return wanted_batch(setup_of(self.program))
+
+    def _last(self, steps: int | None) -> int:
+        return self.program.job.steps if steps is None else self.done + steps
 
     @property
     def feed(self) -> Feed:
@@ -144,6 +152,13 @@ class Run(RunCalls):
             self._feed = Feed(job.data, job.seed)
             self._feed.seek(self.done, None if self._loaded is None else self._loaded.data)
         return self._feed
+
+    def position(self) -> object:
+        """Return the position in the data, for a checkpoint. None: no batch of it was taken by this run."""
+        if self._feed is not None:
+            return self._feed.state_dict()
+        loaded = None if self._loaded is None else self._loaded.data
+        return loaded if is_position(loaded) else None
 
     def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
         """Do what the job asks for after a step, in a loop of your own too. `train` does so by itself.
@@ -239,11 +254,8 @@ class Run(RunCalls):
 
     def _data(self, position: object = None) -> object:
         """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
-        if position is None and self._feed is not None:
-            position = self._feed.state_dict()
-        elif position is None and self._loaded is not None and is_position(self._loaded.data):
-            position = self._loaded.data  # no batch was taken since
-        return with_states(self.program.job.callbacks, position)
+        callbacks = self.program.job.callbacks
+        return with_states(callbacks, self.position() if position is None else position)
 
     def flush(self, folder: Path) -> int | None:
         """End all workers, and write the newest state in memory as a checkpoint. Return its step, if any."""

@@ -165,11 +165,7 @@ class Session(SavedWorkers):
     def _prepared(
         self, batch: Batch, *, trains: bool, given: Batch | None = None, forward: Forward | None = None
     ) -> Prepared:
-        """Return the program for batches of these shapes. Compile it and prepare the workers if it is new.
-
-        given: the batch before it was padded and its samples were repeated, for a message.
-        forward: what it predicts. None: it trains or evaluates.
-        """
+        """Return the program for such batches, which as `given` were not padded; prepare it if it is new."""
         key = (forward or trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
         known = self.prepared.get(key)
         values = self.unread | self.elsewhere
@@ -231,16 +227,14 @@ class Session(SavedWorkers):
         if missing := [name for name in unheld if name not in self.unread]:
             initial = initial_tensors(self.program)  # the run began from a checkpoint, which has none of them
             self.unread |= {name: initial[name] for name in missing}
-        elsewhere = {
-            name
-            for device in program.plans.devices
-            for name in program.plans.of(device).buffers.keys() - self.plans.of(device).buffers.keys()
-        }.difference(unheld)
+        elsewhere: set[str] = set()
+        for device in program.plans.devices:
+            elsewhere |= program.plans.of(device).buffers.keys() - self.plans.of(device).buffers.keys()
+        elsewhere.difference_update(unheld)
         if asked := sorted(elsewhere - self.elsewhere.keys()):
             self.elsewhere |= whole_buffers(self.plans, self.ask_all(WorkerAnswers.buffers, asked))
-        return {name: self.unread[name] for name in unheld} | {
-            name: self.elsewhere[name] for name in elsewhere
-        }
+        held = {name: self.elsewhere[name] for name in elsewhere}
+        return {name: self.unread[name] for name in unheld} | held
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""

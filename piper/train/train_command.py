@@ -29,9 +29,20 @@ from piper.run.recovery import recovering
 from piper.run.run import Run, Watch
 from piper.run.run_events import Event, disk_of
 from piper.runtime.worker import Options
-from piper.train.display import ConsoleLog, Stages, display, shown
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
-from piper.train.measure import Measure, Outcome, Rate, Reporter, profile_of, save_profile, tokens_in
+from piper.train.measure import (
+    ConsoleLog,
+    Measure,
+    Outcome,
+    Rate,
+    Reporter,
+    Stages,
+    display,
+    profile_of,
+    save_profile,
+    shown,
+    tokens_in,
+)
 from piper.train.run_folder import EVALUATIONS, EventLog, LinesFile, choose, claim, locked, prepare, record
 from piper.train.train_options import (
     SizeFile,
@@ -149,7 +160,8 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         run = start(program, folder, asked, events, blank=bool(past))
     outcome = Outcome(folder=folder, done=0, steps=job.steps, saved=job.checkpoint is not None)
     with run, ConsoleLog(console):
-        run.folder, trainer = folder, None
+        run.folder = folder
+        trainer: Trainer | None = None
         if past:
             resumed = run.load(folder)
             console.print(f"Going on from {resumed.path}, after step {resumed.step}")

@@ -47,20 +47,22 @@ class TrainOptions:
 
 def check_options(asked: TrainOptions) -> None:
     """Refuse times, spares, retries and steps that a run cannot have."""
-    ranks = rank_environment() if asked.on in RANKS else None
+    need(asked.grace > 0, f"--grace {asked.grace:g}", "give a run some seconds to save: --grace 30")
     stall = 1.0 if asked.stall is None else asked.stall
-    spares = asked.spares >= 0 and (not asked.spares or asked.on == "ray" or ranks is not None)
-    spared = "spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices"
-    for holds, what, hint in (
-        (asked.grace > 0, f"--grace {asked.grace:g}", "give a run some seconds to save: --grace 30"),
-        (stall > 0, f"--stall {stall:g}", "give a step some seconds: --stall 60"),
-        (spares, f"--spares {asked.spares}, on {asked.on}", spared),
-        (asked.retries >= 0, f"--retries {asked.retries}", "0 ends the run with the first failure"),
-        (asked.steps is None or asked.steps >= 1, f"--steps {asked.steps}", "train at least 1 step"),
-        (asked.profile >= 0, f"--profile {asked.profile}", "record at least 1 step"),
-    ):
-        if not holds:
-            raise ConfigError(what, by="piper train", hint=hint)
+    need(stall > 0, f"--stall {stall:g}", "give a step some seconds: --stall 60")
+    ranks = rank_environment() if asked.on in RANKS else None
+    possible = asked.spares >= 0 and (not asked.spares or asked.on == "ray" or ranks is not None)
+    hint = "spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices"
+    need(possible, f"--spares {asked.spares}, on {asked.on}", hint)
+    need(asked.retries >= 0, f"--retries {asked.retries}", "0 ends the run with the first failure")
+    need(asked.steps is None or asked.steps >= 1, f"--steps {asked.steps}", "train at least 1 step")
+    need(asked.profile >= 0, f"--profile {asked.profile}", "record at least 1 step")
+
+
+def need(holds: bool, what: str, hint: str) -> None:
+    """Refuse an argument unless `holds`."""
+    if not holds:
+        raise ConfigError(what, by="piper train", hint=hint)
 
 
 def check_profile(profile: int, steps: int) -> None:

@@ -15,9 +15,17 @@ from torch import Tensor
 
 from piper.checkpoint import storage
 from piper.checkpoint.folder import latest, step_path
-from piper.checkpoint.metadata import Record, Spec, Trainer, check_model, check_trainer, read_record, seal
+from piper.checkpoint.metadata import (
+    FileRecord,
+    Record,
+    Spec,
+    Trainer,
+    check_model,
+    check_trainer,
+    read_record,
+    seal,
+)
 from piper.checkpoint.storage import write_file
-from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.run.launch import launch_inline

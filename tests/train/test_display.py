@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from piper.train.display import Lines, Stages, curve, display, numbers
-from piper.train.measure import Measure
+from piper.train.measure import Lines, Measure, Stages, curve, display, numbers
 
 
 def measure(step: int) -> Measure:

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from piper.checkpoint import storage
+from piper.checkpoint.metadata import FileRecord
 from piper.checkpoint.storage import write_file
-from piper.checkpoint.verified_files import FileRecord
 from tests.train.conftest import RECIPE, Piper
 
 ABOUT = {"recipe": "net.py:job", "seed": 0, "versions": {}}  # what makes a folder that of a run
