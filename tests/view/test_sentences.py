@@ -42,6 +42,7 @@ def subject(devices: tuple[int, ...] = (0, 1), **more: object) -> Subject:
             memories=(),
             path=(),
         ),
+        usable=(None,),
         clock="h100",
         **more,  # type: ignore[arg-type]
     )
