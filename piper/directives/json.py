@@ -172,13 +172,10 @@ def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
         domain = field.metadata.get("domain")
         wanted = wanted if domain is None else domain.words
         flags: Mapping[str, int] | None = field.metadata.get("flags")
-        if flags is None:
-            spellings[key] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed)
-            continue
-        for flag, level in flags.items():
-            spellings[flag] = Spelling(
-                field=field.name, read=read_flag, wanted="true or false", needed=False, level=level
-            )
+        if flags:
+            read, wanted, needed = read_flag, "true or false", False
+        for name, level in (flags or {key: 0}).items():
+            spellings[name] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed, level=level)
     return dict(sorted(spellings.items(), key=lambda entry: not entry[1].needed))
 
 

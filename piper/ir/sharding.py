@@ -123,9 +123,7 @@ def shardings_on(mesh: Mesh, placements: Sequence[AxisPlacement]) -> tuple[Shard
     """Return how the devices of a mesh shard a tensor, the innermost axis first."""
     shards = {held.axis: held.placement for held in placements}
     return tuple(
-        Sharding(
-            dim=shard.dim, blocks=shard.blocks, zigzag=shard.zigzag, degree=axis.degree, stride=axis.stride
-        )
+        Sharding(**asdict(shard), degree=axis.degree, stride=axis.stride)
         for axis in refined(mesh, placements).axes
         if isinstance(shard := shards.get(axis.name), Shard)
     )

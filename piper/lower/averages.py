@@ -88,8 +88,8 @@ def check_composition(state: LoweringState, averaging: Averaging, by: str) -> No
             facts={"offloaded": str(state.graph.directives[next(iter(offloaded.values())).by])},
             hint='leave offload(what="optimizer") out, or average',
         )
-    policies = {chunk.name: state.graph.policy(chunk.name) for chunk in state.graph.outline.chunks}
-    for name, policy in policies.items():
+    for name, options in state.graph.options.items():
+        policy = options.policy
         if policy.may_overflow:
             raise ScheduleError(
                 "groups that train apart cannot run a step again",

@@ -15,15 +15,7 @@ from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfe
 from piper.ir.sharding import UNSHARDED, shardings_on
 from piper.lower.placements import ChunkPlacement, layouts_of, placements_of
 from piper.lower.state import LoweringState
-from piper.lower.transfers import (
-    Flow,
-    incoming,
-    input_gradient,
-    outgoing,
-    output_slot,
-    slot_of,
-    splits_slot,
-)
+from piper.lower.transfers import Flow, incoming, input_gradient, outgoing, output_slot, slot_of
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -243,6 +235,15 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
 
 
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
+
+
+def splits_slot(chunk: Chunk) -> SlotId:
+    """Return the slot of the row counts that a route computes. Its unroute reads the same slot."""
+    if chunk.kind == "route":
+        return SlotId("splits", chunk.name)
+    source = chunk.inputs[1]
+    assert isinstance(source, Output), "an unroute takes the counts of its route"
+    return SlotId("splits", source.chunk)
 
 
 def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:

@@ -4,15 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import Pass, SlotId, param_slot
 from piper.ir.node import Compute, Gather
-from piper.lower.state import (
-    LoweringState,
-    SequenceEdit,
-    UseRun,
-    computes_by_set,
-    joint_runs,
-    pass_at,
-    use_runs,
-)
+from piper.lower.state import LoweringState, SequenceEdit, UseRun, computes_by_set, joint_runs, use_runs
 from piper.plan.bucket import Bucket, gathered_nbytes
 from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot
@@ -48,10 +40,11 @@ def add_gathers(state: LoweringState) -> LoweringState:
         edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
         runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
         for joint in joint_runs(runs, lambda run: run.computes[run.users[0]]):
-            first = pass_at(sequence, joint[0].places[0])
-            slot = whole(bucket).of_run(first)
+            first = sequence[joint[0].places[0]]
+            assert isinstance(first, Compute), "buckets are used by compute nodes"
+            slot = whole(bucket).of_run(first.run)
             ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
-            edit.before(ahead, gather_of(bucket, first, slot))
+            edit.before(ahead, gather_of(bucket, first.run, slot))
             for place in (place for run in joint for place in run.places):
                 edit.rename(place, shard, slot)
     return edit.apply()

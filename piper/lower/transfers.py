@@ -71,15 +71,6 @@ def input_gradient(chunk: str, position: int) -> SlotId:
     return SlotId("input_gradient", chunk, position)
 
 
-def splits_slot(chunk: Chunk) -> SlotId:
-    """Return the slot of the row counts that a route computes. Its unroute reads the same slot."""
-    if chunk.kind == "route":
-        return SlotId("splits", chunk.name)
-    source = chunk.inputs[1]
-    assert isinstance(source, Output), "an unroute takes the counts of its route"
-    return SlotId("splits", source.chunk)
-
-
 def slot_of(chunk: Chunk, specs: Iterable[TensorSpec]) -> Slot:
     """Return the slot of values held together. Its own bytes exclude those of shared storages."""
     specs = tuple(specs)
