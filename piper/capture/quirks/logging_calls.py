@@ -7,7 +7,7 @@ Not needed from: no version yet.
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pprint import pprint
 
@@ -17,8 +17,18 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable
 
 from piper.process.attributes import replaced
 
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
-SILENT = {print, pprint, warnings.warn, *(getattr(logging, name) for name in LEVELS)}
+SILENT: tuple[Callable[..., object], ...] = (
+    print,
+    pprint,
+    warnings.warn,
+    logging.debug,
+    logging.info,
+    logging.warning,
+    logging.error,
+    logging.critical,
+    logging.exception,
+    logging.log,
+)
 
 
 @contextmanager
@@ -30,6 +40,6 @@ def leaving_out_logs() -> Iterator[None]:
 
     with (
         replaced(LoggingLoggerVariable, "call_method", logged),
-        torch._dynamo.config.patch(ignore_logging_functions=SILENT),
+        torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
         yield

@@ -33,8 +33,9 @@ class Left:
     holder: object
     name: str | None  # of an attribute; None: the holder is a container, and this is all that it holds
     source: str  # where Dynamo found the holder: L['self'].model.history
-    # Numbers, strings, None and fake tensors, or containers of such; or an object that was there
-    value: object
+    value: (
+        object  # numbers, strings, None and fake tensors, or containers of such; or an object that was there
+    )
     computed: frozenset[int]  # the ids of tensors in it that depend on parameters, buffers or the batch
 
     @property

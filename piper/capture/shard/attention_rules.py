@@ -114,19 +114,21 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
     query, key, value = operands
     own = d.to(query, have, varies=True)
     lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
-    prefix = is_causal(node) and have.blocks == 1 and lengths[0] == lengths[1] and not draws(node)
-    rows = None
-    if argument(node, "is_causal") and not prefix:
-        rows = d.take(causal_mask(d, *lengths), have.at(0))
-    grouped = prefix or node.target is FLEX  # it repeats heads of keys itself
-    keys, values = (d.to(unrepeated(d, x) if grouped else x, REPLICATE, varies=True) for x in (key, value))
-    if prefix:
-        how = (d.place(on_host=True), scale_of(d, node), d.degree, have.zigzag)
-        both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
-        result = d.emit(operator.getitem, (both, 0))
-    else:
-        result = _attend(d, node, [own, keys, values], have, rows)
-    d.done(node, result, have)
+    if node.target is FLEX:
+        whole = [d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value)]
+        d.done(node, flex_attention.attend(d, node, [own, *whole], have), have)
+        return
+    if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
+        rows = None
+        if argument(node, "is_causal"):
+            rows = d.take(causal_mask(d, *lengths), have.at(0))
+        local = [own, d.to(key, REPLICATE, varies=True), d.to(value, REPLICATE, varies=True)]
+        d.done(node, _attend(d, node, local, have, rows), have)
+        return
+    keys, values = (d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value))
+    how = (d.place(on_host=True), scale_of(d, node), d.degree, have.zigzag)
+    both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
+    d.done(node, d.emit(operator.getitem, (both, 0)), have)
 
 
 def _attend_and_drop(

@@ -28,10 +28,8 @@ INDICES = 4  # a sample, a head, a query, a key
 def attend(d: Sharder, node: fx.Node, local: Sequence[fx.Node], have: Shard) -> fx.Node:
     """Write the attention of a device's own samples, heads or queries. local: its queries, keys, values."""
     places = own_places(d, d.shape(operand(node))[have.dim], have)
-    *orders, rows, columns, function = _blocks(node)[BLOCKS_STOP:]
-    mask = _through_table(d, f"{node.name}_mask", function, have.dim)
-    # Another order of writing is as good.
-    blocks = (*_own_blocks(d, node, have, places), *(None for _ in orders), rows, columns, mask)
+    mask = _through_table(d, f"{node.name}_mask", _blocks(node)[-1], have.dim)
+    blocks = (*_own_blocks(d, node, have, places), *_sizes(node), mask)
     score = _through_table(d, f"{node.name}_score", node.args[SCORE], 1 + have.dim)
     score_reads, mask_reads = ((*reads(d, node, position), places) for position in (SCORE_READS, MASK_READS))
     return d.emit(
@@ -110,6 +108,12 @@ def _blocks(node: fx.Node) -> Sequence[Argument]:
     blocks = node.args[BLOCKS]
     assert isinstance(blocks, list | tuple)
     return blocks
+
+
+def _sizes(node: fx.Node) -> tuple[Argument, ...]:
+    """Return what stands between the blocks of a mask and its function: orders of writing, their sizes."""
+    between = _blocks(node)[BLOCKS_STOP:-1]
+    return (*(None for _ in between[:-2]), *between[-2:])  # another order of writing is as good
 
 
 def _own_blocks(d: Sharder, node: fx.Node, have: Shard, places: fx.Node) -> tuple[Argument, ...]:
