@@ -214,9 +214,10 @@ def parse(folder: Path, text: str) -> Record:
         digest = fields["digest"]
         if not isinstance(digest, str) or digest_of(text.replace(digest, UNSIGNED, 1).encode()) != digest:
             raise ValueError("its text is not what was written (its digest differs)")
+        for name in fields["files"]:
+            plain_name(name)
         record = from_json(Record, fields)
-        pieces = (piece for stored in record.tensors.values() for piece in stored.pieces)
-        for name in {*record.files, *(piece.file for piece in pieces)}:
+        for name in {piece.file for stored in record.tensors.values() for piece in stored.pieces}:
             plain_name(name)
         return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
