@@ -277,7 +277,7 @@ def joined(shape: Sequence[int], shardings: Sequence[Sharding], parts: Mapping[i
         return first
     full = first.new_empty(whole_sizes(shape, shardings)).view(-1)
     for position, part in parts.items():
-        flat = part.reshape(-1)
+        flat = part.reshape(-1).contiguous()
         for runs in flat_runs(shape, shardings, position):
             runs_of_whole(full, runs).copy_(runs_of_slice(flat, runs))
     return full.view(whole_sizes(shape, shardings))

@@ -32,10 +32,10 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut = row_cut(ins)
+    cut, form = row_cut(ins), Form()
 
     def run() -> None:
-        pipe.send(cut(cast(Tensor, slots[source])))
+        pipe.send(cut(cast(Tensor, slots[source])), form)
 
     return run
 
@@ -44,29 +44,13 @@ def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
     pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
-    form = form_of(env, ins)
+    assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
+    form = Form()
 
     def run() -> None:
         slots[target] = pipe.recv(form)
 
     return run
-
-
-def form_of(env: Env, ins: Instr) -> Form:
-    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
-    assert ins.comm is not None
-    sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
-    sends = (each for each in env.setup.plans.of(sender).instrs if each.op == "send")
-    send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
-    slot = send.reads[0]
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
-    chunk = env.chunks[slot.owner]
-    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
-    assert not spec.dynamic_rows, "rows between route and unroute stay on their devices"
-    shape = spec.shape
-    if isinstance(rows := send.payload, Rows):
-        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
-    return Form(shape, getattr(torch, spec.dtype))
 
 
 def copy(env: Env, ins: Instr) -> Bound:

@@ -191,11 +191,17 @@ def from_object(data: Mapping[str, Any]) -> Provenance:
         for chunk in data["chunks"]
     ]
     rebuilt = {
+        "orderings": [{**one, "groups": [*map(passes_of, one["groups"])]} for one in data["orderings"]],
         "outline": {"loss": data["loss"], "parameters": data["parameters"], "chunks": chunks},
         "origins": dict(zip(nodes, data["origins"], strict=True)),
         "temporal": [(nodes[first], nodes[then], by) for first, then, by in data["temporal"]],
     }
     return from_json(Provenance, {**data, **rebuilt})
+
+
+def passes_of(group: Sequence[Sequence[object]]) -> list[dict[str, object]]:
+    """Return the fields of each pass in an ordered group."""
+    return [{"chunk": chunk, "phase": phase, "part": part} for chunk, phase, part in group]
 
 
 def read_losses(folder: Path) -> tuple[tuple[int, float], ...]:

@@ -23,7 +23,6 @@ from piper.workers.transport.fork_server import ForkServer
 SIZE = 4
 PLANS = plans_for(SIZE)
 TIMEOUT = 1.0
-ONE = Form((1,), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +141,9 @@ def test_stopping_a_world_ends_every_wait() -> None:
     world = World(PLANS, timeout=2)
     with ThreadPoolExecutor(2) as threads:
         pipe = world.member(0).incoming("ring")
-        waiting = [threads.submit(pipe.recv, ONE) for _ in range(2)]
+        waiting = [threads.submit(pipe.recv, Form()) for _ in range(2)]
         world.stop()
-        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(ONE)):
+        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(Form())):
             with pytest.raises(CommError) as caught:
                 wait(timeout=5)
     assert str(caught.value) == "device 0 stops waiting on ring for device 3: a worker has failed"

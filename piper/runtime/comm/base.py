@@ -7,7 +7,8 @@ and a pipe; the rest is built on these.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -99,17 +100,18 @@ class Group(ABC):
         return self.swap([flat[:0]] * self.size, [len(flat)] + [0] * others)[0].view(value.shape)
 
 
-class Form(NamedTuple):
-    """The shape and type of what one transfer moves."""
+@dataclass(slots=True)
+class Form:
+    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None  # None: not learnt yet
 
 
 class Pipe(Protocol):
     """One end of a first-in first-out connection between two devices."""
 
-    def send(self, value: Tensor) -> None:
+    def send(self, value: Tensor, form: Form) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:

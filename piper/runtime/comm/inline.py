@@ -97,10 +97,8 @@ class InlinePipe:
         self.world, self.key = world, (name, sender, receiver)
         self.put = world.boxes[self.key].put
 
-    def send(self, value: Tensor) -> None:
+    def send(self, value: Tensor, form: Form) -> None:
         self.put(value)
 
     def recv(self, form: Form) -> Tensor:
-        value = self.world.take(*self.key)
-        assert form == (value.shape, value.dtype), f"{list(value.shape)} of {value.dtype} arrives, not {form}"
-        return value
+        return self.world.take(*self.key)

@@ -55,7 +55,8 @@ class Intake:
                 pinned = parts[0].device.type == "cpu" and device.type == "cuda"
                 shape = (sum(map(len, parts)), *parts[0].shape[1:])
                 room = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device, pin_memory=pinned)
-            torch.cat(parts, out=room)
+            for place, part in zip(room.split([*map(len, parts)]), parts, strict=True):
+                place.copy_(part)
 
         def run() -> None:
             assert room is not None, "it is filled before the step"
