@@ -80,7 +80,8 @@ def private_folder(path: Path, by: str) -> Path:
     A folder that belongs to another user, or that others may write to, is refused: its contents cannot be
     trusted. One that others may only read is closed to them.
     """
-    with file_errors("a private folder cannot be used", by, "name a folder that you may write to"):
+    hint = f"name a folder that you may write to, not {path}"
+    with file_errors("a private folder cannot be used", by, hint):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = path.stat()
         problem = _problem(about, OTHERS_WRITE)
@@ -148,7 +149,7 @@ def user_key(path: Path, by: str) -> bytes:
         key = read_private(path, by)
     except FileNotFoundError:
         with (
-            file_errors("a key cannot be written", by, "make the folder writable"),
+            file_errors("a key cannot be written", by, f"make {path.parent} writable"),
             suppress(FileExistsError),  # another process was faster
         ):
             write_private(path, secrets.token_bytes(KEY_BYTES))

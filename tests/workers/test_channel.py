@@ -1,5 +1,7 @@
 """Which connections a driver accepts, and what travels over them."""
 
+import asyncio
+import errno
 import hmac
 import socket
 import struct
@@ -148,6 +150,56 @@ def test_a_connection_that_stays_idle_is_dropped(listener: Listener, monkeypatch
         assert idle.recv(1000).startswith(GREETING)
         assert idle.recv(1) == b""
     assert not listener.visitors
+
+
+def test_without_free_descriptors_a_worker_waits_and_the_driver_is_not_kept_busy(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+
+    def full(own: socket.socket) -> tuple[socket.socket, object]:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with ThreadPoolExecutor(1) as threads:
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "accept", full)
+            coming = threads.submit(connect, listener.address, KEY, 3, 5.0)
+            assert listener.accept(0.5) is None
+        assert len(tried) == 1, "it looks again after a second"
+        arrived = listener.accept(5.0)
+        coming.result(5).close()
+    assert arrived is not None
+    arrived[1].close()
+
+
+def test_a_connection_that_arrives_while_the_listener_closes_is_not_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Listener("127.0.0.1", KEY, 5.0)
+    admitted: list[int] = []
+    late: list[socket.socket] = []
+    admit, greet = made._admit, made._greet
+
+    async def visited(end: socket.socket) -> None:
+        try:
+            await greet(end)
+        finally:
+            if not late:
+                late.append(socket.create_connection(made.address, 5.0))
+                await asyncio.sleep(0.05)
+
+    def counted() -> None:
+        admitted.append(len(late))
+        admit()
+
+    monkeypatch.setattr(made, "_greet", visited)
+    made.loop.call_soon_threadsafe(made.loop.add_reader, made.socket, counted)
+    with socket.create_connection(made.address, 5.0) as first:
+        assert first.recv(1000).startswith(GREETING)
+        made.close()
+    late[0].close()
+    assert admitted == [0]
 
 
 @pytest.mark.parametrize("edit", ["none", "flip", "repeat", "forge"])

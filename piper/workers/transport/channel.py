@@ -34,6 +34,7 @@ PROOF = hashlib.sha256().digest_size
 ANSWER = NAME.size + NONCE + PROOF  # what a worker sends during the handshake
 GREETING = b"piper/1\n"
 PENDING = 256  # connections that may be in their handshake at a time; the oldest gives way to a new one
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # nothing can be accepted for the moment
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
@@ -227,6 +228,7 @@ class Listener:
     def _run(self) -> None:
         self.loop.add_reader(self.socket, self._admit)
         self.loop.run_forever()
+        self.loop.remove_reader(self.socket)
         for visit in [*self.visitors.values()]:
             visit.cancel()
             with suppress(asyncio.CancelledError):
@@ -236,8 +238,11 @@ class Listener:
     def _admit(self) -> None:
         try:
             end, _ = self.socket.accept()
-        except OSError:
-            return  # it was reset before it was accepted
+        except OSError as error:
+            if error.errno in FULL:  # until some are closed, the socket stays ready: look again later
+                self.loop.remove_reader(self.socket)
+                self.loop.call_later(1.0, self.loop.add_reader, self.socket, self._admit)
+            return  # else it was reset before it was accepted
         end.setblocking(False)
         if len(self.visitors) >= PENDING:
             self.visitors.pop(next(iter(self.visitors))).cancel()
@@ -304,7 +309,7 @@ def kept_alive() -> Iterator[None]:
     yield
     for fd, inode in sockets().items():
         if before.get(fd) != inode:
-            with socket.socket(fileno=os.dup(fd)) as end:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:  # another thread may close one
                 if end.family in (socket.AF_INET, socket.AF_INET6):
                     keep_alive(end)
 
