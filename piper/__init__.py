@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from piper.tuning.tune import tune as tune
 
 _MODULES = ("callbacks", "checkpoint", "data", "losses", "schedules", "strategies")
+_INNER = ("directives", "errors", "ir", "job")  # modules that are there without an import of their own
 _NAMES = {  # by the module that has them, without "piper."; the names of directives are in `piper.directives`
     "capture.layers.annotate_layers": ("annotate_layers",),
     "capture.shard.rules": ("sharding_rule",),
@@ -64,7 +65,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
+    if name in (*_MODULES, *_INNER):
         return import_module(f"piper.{name}")
     if name in _MODULE_OF:
         return getattr(import_module(f"piper.{_MODULE_OF[name]}"), name)

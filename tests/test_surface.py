@@ -206,6 +206,14 @@ def test_verbs_and_flags() -> None:
     }
 
 
+def test_modules_that_scripts_read_are_there_without_an_import_of_their_own() -> None:
+    program = (
+        "import piper\nprint(piper.errors.ScheduleError, piper.job.Job, piper.ir, piper.directives.place)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=30, check=False)
+    assert done.returncode == 0
+
+
 def test_importing_piper_does_not_pay_for_torch() -> None:
     program = "import sys, piper\nsys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], timeout=30, check=False)

@@ -175,7 +175,7 @@ class PlanCells:
         followers: list[list[int]] = [[] for _ in self.cells]
         for i, before in enumerate(self.needs):
             moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
-            needs.append({source for source in (*before, *chain(*moved)) if isinstance(source, int)})
+            needs.append({source for source in (*before, *chain(*moved)) if isinstance(source, int)} - {i})
             if i in previous:
                 needs[i].add(previous[i])
             for j in needs[i]:

@@ -229,6 +229,26 @@ def test_what_compiled_code_makes_in_one_go_is_there_at_once() -> None:
     assert 5.9 * wide < chunk.phases["B"].workspace < 6.1 * wide
 
 
+class Exponents(nn.Module):
+    """An operation with two results ends a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            mantissa, _ = torch.frexp(self.a(x))
+        with annotate("PP"):
+            return self.b(mantissa)
+
+
+def test_an_operation_with_several_results_is_compiled_beside_others() -> None:
+    found = trace(Exponents, zoo.regression, zoo.vectors(4, 0), 4, "fp32", torch.device("cpu"), compiled=True)
+    chunks = differentiate(found).outline.chunks
+    assert [chunk.phases["F"].workspace >= 0 for chunk in chunks] == [True, True]
+
+
 def test_a_compiled_loss_makes_neither_its_log_probabilities_nor_its_one_hot_labels() -> None:
     rows, classes = 256, 512
 

@@ -5,7 +5,7 @@ from inspect import cleandoc
 
 import pytest
 
-from piper import at, place, remat, schedules, split
+from piper import at, place, remat, replicate, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.chunk import Batch
 from piper.ir.graph import start
@@ -157,6 +157,20 @@ def test_a_backward_waits_for_the_gradients_of_all_who_read_its_output() -> None
     plans, _ = lower(apply(start(outline), [place(at(PP=stage), [stage]) for stage in range(3)]))
     rows = plan_rows(plans, {chunk.name: chunk.tags for chunk in outline.chunks})
     assert [[cell.start for cell in row] for row in rows] == [[0, 7], [1, 5], [2, 3]]
+
+
+def test_a_cell_waits_for_others_alone_where_its_experts_lie_on_its_devices_in_another_order() -> None:
+    strategy = [
+        replicate(at(PP=0), [0, 1]),
+        replicate(at(PP=0, EP="*"), [1, 0]),
+        replicate(at(PP=1), [2, 3]),
+        replicate(at(PP=1, EP="*"), [3, 2]),
+        split(at(), parts=3),
+    ]
+    assert drawn(2, strategy, experts=4) == cleandoc("""
+        0,1  0F0 0F1 0F2 .   .   .   0B0 --  0B1 --  0B2 --
+        2,3  .   1F0 1F1 1F2 1B0 --  1B1 --  1B2 --  .   .
+    """)
 
 
 def test_a_stage_that_runs_before_and_after_another_overlaps_no_cell_of_its_row() -> None:

@@ -112,7 +112,7 @@ def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int])
     readers = _fused_readers(body, fleeting)
     results = dict.fromkeys(node for nodes in readers.values() for node in nodes)
     apart = _apart(body, results)
-    length = {node: math.prod(sizes.shape(node.meta["val"])) for node in results}
+    length = {node: math.prod(sizes.shape(tensors_in(node)[0])) for node in results}
     last_results: dict[int, int] = {}
     for nodes in readers.values():
         for first, later in itertools.combinations(nodes, 2):

@@ -51,7 +51,7 @@ _SINCE = {"convolution": "2.13"}
 VERIFIED = frozenset(
     f"aten.{name}" if "." in name else f"aten.{name}.default"
     for name in _NAMES.split()
-    if torch.__version__ >= _SINCE.get(name, "2.11")
+    if name not in _SINCE or torch.__version__ >= _SINCE[name]
 )
 
 
