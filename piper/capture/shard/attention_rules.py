@@ -40,7 +40,8 @@ CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 def attention(d: Sharder, node: fx.Node) -> None:
     """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says."""
     operands = [operand(node, position) for position in range(3)]
-    have = _first_shard(d, operands)
+    layouts = [d.settle(x) for x in operands]
+    have = next((layout for layout in layouts if isinstance(layout, Shard)), None)
     if have is None:  # the mask alone is sharded
         d.plain(node)
     elif have.dim != SEQUENCE:
@@ -59,9 +60,8 @@ def attention(d: Sharder, node: fx.Node) -> None:
 
 
 def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
-    """Take the sums among operands, and return the layout of the first that is sharded."""
-    layouts = [d.settle(x) for x in operands]
-    return next((layout for layout in layouts if isinstance(layout, Shard)), None)
+    """Take the sums among operands as far as the first that is sharded, and return its layout."""
+    return next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
 
 
 def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
