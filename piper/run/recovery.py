@@ -7,7 +7,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -367,13 +367,12 @@ def recovering(
     **asked: Any,  # noqa: ANN401  as the sessions have them: retries, stall, notify, disk
 ) -> Run:
     """Start a program on workers that are replaced when lost; `spares`: workers more than devices."""
-    starter = starter_of(program, on, protects=True, spares=spares)
-    versions = starter.versions
-    assert versions is not None
-    try:
+    with ExitStack() as undo:
+        starter = starter_of(program, on, protects=True, spares=spares)
+        undo.callback(starter.close)
+        versions = starter.versions
+        assert versions is not None
+        undo.callback(versions.close)
         sessions = make(program, options, starter, versions, **asked)
-    except BaseException:
-        versions.close()
-        starter.close()
-        raise
+        undo.pop_all()
     return start_run(sessions)

@@ -249,7 +249,7 @@ def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
         for symbol in given.node.expr.free_symbols - symbols.keys():
             source = ConstantSource("rows")
             symbols[symbol] = shapes.create_symbol(_HINT, source, dynamic_dim=DimDynamic.DYNAMIC)
-        fresh = given.node.expr.subs(symbols)
+        fresh = given.node.expr.xreplace(symbols)
         hint = int(fresh.subs(dict.fromkeys(fresh.free_symbols, _HINT)))
         symbolic = shapes.create_symintnode(fresh, hint=hint)
         assert isinstance(symbolic, torch.SymInt)
