@@ -240,7 +240,8 @@ class Exponents(nn.Module):
         with annotate("PP"):
             mantissa, _ = torch.frexp(self.a(x))
         with annotate("PP"):
-            return self.b(mantissa)
+            y: Tensor = self.b(mantissa)
+        return y
 
 
 def test_an_operation_with_several_results_is_compiled_beside_others() -> None:
