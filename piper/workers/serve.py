@@ -311,10 +311,9 @@ def name_as_machine(device: int, *, alone: bool) -> None:
     NCCL must not have been used yet. It then talks over sockets. alone: all workers are on this machine.
     """
     os.environ["NCCL_HOSTID"] = f"device-{device}"
-    usual = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
     # A transfer takes as little of the shared accelerator as it can: products that run as clusters of thread
     # blocks were a third slower beside a receive of several channels. Sockets need no more than one.
-    usual |= {"NCCL_MAX_P2P_NCHANNELS": "1", "NCCL_NCHANNELS_PER_NET_PEER": "1"}
+    usual = {"NCCL_IB_DISABLE": "1", "NCCL_MAX_P2P_NCHANNELS": "1", "NCCL_NCHANNELS_PER_NET_PEER": "1"}
     if alone:
         usual["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in usual.items():

@@ -32,14 +32,14 @@ def test_more_workers_than_accelerators_share(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_workers_of_one_accelerator_are_machines_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_SOCKET_NTHREADS"):
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_P2P_NCHANNELS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_NSOCKS_PERTHREAD", "2")
+    monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "2")
     name_as_machine(3, alone=False)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     name_as_machine(2, alone=True)
     assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SOCKET_IFNAME"]) == ("device-2", "lo")
-    assert os.environ["NCCL_NSOCKS_PERTHREAD"] == "2"  # as the user has set it
+    assert os.environ["NCCL_NCHANNELS_PER_NET_PEER"] == "2"  # as the user has set it
 
 
 def test_a_run_says_how_many_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
