@@ -45,9 +45,13 @@ from benchmarks.ranks_sides import (
 )
 from piper.ir.format import count
 
-# Of both sides. A connection has NCCL's default of one socket and one thread: with 16 sockets in 4 threads
-# the threads of four ranks fill the host's cores, and collectives take 1.6 times as long.
-NETWORK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+NETWORK = {  # of both sides
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    # With more than one thread and socket for each connection the threads of four ranks fill the host's cores.
+    "NCCL_SOCKET_NTHREADS": "1",
+    "NCCL_NSOCKS_PERTHREAD": "1",
+}
 PATIENCE = 300.0  # seconds for one row of one side
 LEAST = 5.0  # seconds that are left of a budget for another row
 EAGER = "eager"  # the peer without compiled blocks

@@ -314,6 +314,8 @@ def name_as_machine(device: int, *, alone: bool) -> None:
     # A transfer takes as little of the shared accelerator as it can: products that run as clusters of thread
     # blocks were a third slower beside a receive of several channels. Sockets need no more than one.
     usual = {"NCCL_IB_DISABLE": "1", "NCCL_MAX_P2P_NCHANNELS": "1", "NCCL_NCHANNELS_PER_NET_PEER": "1"}
+    # One thread for each connection: with several they fill the host's cores, with none collectives wait.
+    usual |= {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1"}
     if alone:
         usual["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in usual.items():
