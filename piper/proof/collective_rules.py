@@ -6,12 +6,12 @@ from functools import partial
 from piper.ir.devices import show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
-from piper.ir.sharding import Collective
+from piper.ir.sharding import Collective, show_collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
-from piper.plan.ops import Collecting, Op
+from piper.plan.ops import Collecting, Op, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import Contributor
-from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
+from piper.proof.decode import bucket_named, collected, described, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
@@ -87,8 +87,8 @@ class CollectiveRules:
 
     def counts(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Agree on the rows that travel to experts."""
-        rows = routed(member.ins)
-        chunk = "" if rows is None else rows.run.chunk
+        rows = member.ins.payload
+        chunk = rows.run.chunk if isinstance(rows, Routing) else ""
         expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
         if expected is None:
             self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
@@ -100,13 +100,12 @@ class CollectiveRules:
 
     def exchange(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Send rows to their experts, or back."""
-        rows = routed(member.ins)
-        of_exchange = self.state.expected_at(member.ins.part).of_exchange
-        expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
-        if rows is None or expected is None:
-            self.state.complain(
-                member, f"moves rows {described(member.ins.payload)}, which must not happen here"
-            )
+        rows, expected = member.ins.payload, None
+        if isinstance(rows, Routing):
+            of_exchange = self.state.expected_at(member.ins.part).of_exchange
+            expected = of_exchange(member.program, rows.run.chunk, rows.outward)
+        if not isinstance(rows, Routing) or expected is None:
+            self.state.complain(member, f"has {described(rows)}, which must not happen here")
             return
         self.check_experts(member, comm, rows.run.chunk)
         self.local.follow(member, expected)
@@ -139,7 +138,7 @@ class CollectiveRules:
         mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
         given, right = (collecting.devices, collecting.stride), (mesh.devices, mesh.axis(wanted.axis).stride)
         if wanted.op != "slice":
-            self.state.complain(at, f"takes a part by itself; it should be {shown_collective(wanted)}")
+            self.state.complain(at, f"takes a part by itself; it should be {show_collective(wanted)}")
         elif given != right:
             takes, should = (f"{show(devices)}, {apart} apart" for devices, apart in (given, right))
             self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
@@ -152,13 +151,13 @@ class CollectiveRules:
             of_collective = self.state.expected_at(at.ins.part).of_collective
             expected = of_collective(at.program, collecting.run.chunk, backward)
         if collecting is None or expected is None:
-            self.state.complain(at, f"does {described(at.ins.payload)}, which must not happen here")
+            self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
             return None, None
         how = self.spec.chunks[collecting.run.chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
         if collecting.how != wanted:
-            does, should = shown_collective(collecting.how), shown_collective(wanted)
+            does, should = show_collective(collecting.how), show_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
         return collecting, wanted

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from piper.ir.chunk import Batch, Parameter
-from piper.ir.devices import Devices, show
+from piper.ir.devices import show
 from piper.ir.mesh import copies_along, groups_along, groups_apart
-from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
+from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on, show_shardings
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.proof.specification import Holding, Specification, in_any_order
@@ -185,16 +185,9 @@ def group_problems(
             yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
 
 
-def shown_shardings(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
-    """Describe how a parameter or a buffer is sharded, and over which devices if that is known."""
-    shown = []
-    for sharding in shardings:
-        if sharding.degree > 1:
-            apart = f", {sharding.stride} apart" if sharding.stride > 1 else ""
-            blocks = f", {sharding.blocks} blocks" if sharding.blocks > 1 else ""
-            order = ", zigzag" if sharding.zigzag else ""
-            shown.append(f"in {sharding.degree} parts along dimension {sharding.dim}{apart}{blocks}{order}")
-    return (" and ".join(shown) or "whole") + (f" over {show(devices)}" if devices else "")
+def shown_shardings(shardings: Sequence[Sharding]) -> str:
+    """Describe how a parameter or a buffer is sharded, as plans do."""
+    return show_shardings([sharding for sharding in shardings if sharding.degree > 1]) or "whole"
 
 
 def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
@@ -213,8 +206,9 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
                 if plan.devices[0] not in placement or resident.sharding.degree == wanted.degree == 1:
                     continue
                 if (resident.sharding, resident.placed) != (wanted, placed):
-                    here = shown_shardings([resident.sharding], resident.placed)
-                    yield f"{user} finds {slot} {here}; it should be {shown_shardings([wanted], placed)}"
+                    here, there = shown_shardings([resident.sharding]), show(resident.placed)
+                    should = f"{shown_shardings([wanted])} on {show(placed) or 'all'}"
+                    yield f"{user} finds {slot} {here} on {there or 'all'}; it should be {should}"
 
 
 def piece_problems(

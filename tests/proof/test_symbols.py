@@ -9,10 +9,10 @@ from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.select import at
 from piper.plan.instr import Instr
-from piper.plan.ops import Adding, Field, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.ops import Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.covers import Covers
-from piper.proof.decode import described, routed, rows_of
+from piper.proof.decode import described, rows_of
 from piper.proof.specification import Specification, microbatches_of
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.symbolic_values import NOTHING, Amounts
@@ -122,9 +122,6 @@ def test_payloads_are_read_as_the_runtime_reads_them() -> None:
     def ins(payload: Payload) -> Instr:
         return Instr(op="compute", node="n", stream="s", payload=payload)
 
-    run = Pass(phase="BW", chunk="PP=0 #1", part=(("MB", 1),))
-    assert routed(ins(Routing(run=run, outward=False))) == Routing(run=run, outward=False)
-    assert routed(ins(run)) is None
     assert rows_of(ins(Rows(start=1, stop=3, of=4))) == (1, 3, 4)
     assert rows_of(ins(None)) == (0, 1, 1)
 
@@ -143,14 +140,12 @@ def test_slots_are_read_as_the_runtime_reads_them() -> None:
 def test_payloads_in_words() -> None:
     run = Pass(phase="F", chunk="PP=0", part=(("MB", 1),))
     payloads: dict[str, Payload] = {
-        "F[PP=0 MB=1]": run,
-        "sum of F[PP=0 MB=1]": Adding(run=run),
-        "field x": Field(name="x", part=(), devices=(0,)),
-        "1:3/4": Rows(start=1, stop=3, of=4),
-        "out for F[PP=0 MB=1]": Routing(run=run),
-        "back for F[PP=0 MB=1]": Routing(run=run, outward=False),
-        "PP=0/0": OfBucket(bucket="PP=0/0", run=run),
-        "PP=0": OfChunk(chunk="PP=0"),
+        "run=F[PP=0 MB=1]": run,
+        "field=x devices=0": Field(name="x", part=(), devices=(0,)),
+        "rows=1:3/4": Rows(start=1, stop=3, of=4),
+        "run=F[PP=0 MB=1] outward=0": Routing(run=run, outward=False),
+        "bucket=PP=0/0 run=F[PP=0 MB=1]": OfBucket(bucket="PP=0/0", run=run),
+        "chunk=PP=0": OfChunk(chunk="PP=0"),
         "nothing": None,
     }
     assert [described(payload) for payload in payloads.values()] == [*payloads]
