@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from piper.errors import ConfigError
 from piper.ir.devices import show
-from piper.ir.node import Compute, Node
+from piper.ir.node import Compute, Node, SlotNode
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 
@@ -24,7 +24,8 @@ def explain(state: LoweringState, plans: Plans, name: str) -> str:
             hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
     node = nodes[name]
-    lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
+    does = "" if type(node) is SlotNode else f": {(type(node).__doc__ or '').splitlines()[0]}"
+    lines = [f"{name}{does}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
     lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import Pass, SlotId, param_slot
-from piper.ir.node import Compute, Gather
+from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, UseRun, computes_by_set, joint_runs, use_runs
 from piper.plan.bucket import Bucket, gathered_nbytes
 from piper.plan.ops import OfBucket
@@ -50,14 +50,15 @@ def add_gathers(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
-def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> Gather:
+def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> SlotNode:
     """Return the gather of a bucket's shards into a slot: for the uses from a pass on, or after an update."""
     how = bucket.gather_for_use if run else bucket.gather_updated
     assert how is not None, "every device has all of it"
     size = len(how.groups[0])
     gathered = gathered_nbytes(bucket) if how.gets == "whole" else bucket.elements(how.gets) * bucket.itemsize
-    return Gather(
-        about=f"{bucket.name} for {run or 'update'}",
+    return SlotNode(
+        op="gather",
+        name=f"gather[{bucket.name} for {run or 'update'}]",
         devices=bucket.devices,
         groups=how.groups,
         reads=(param_slot(bucket.name),),

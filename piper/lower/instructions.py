@@ -3,29 +3,15 @@
 from dataclasses import dataclass, field
 from typing import cast
 
-from piper.ir.chunk import Chunk, Collective
-from piper.ir.chunk_options import block_rows
+from piper.ir.chunk import Chunk
 from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import SlotId
-from piper.ir.mesh import groups_along
-from piper.ir.node import (
-    COMPUTE_STREAM,
-    Accumulate,
-    Collect,
-    Compute,
-    Counts,
-    Exchange,
-    Mirror,
-    Node,
-    Reduce,
-    SlotNode,
-    Transfer,
-)
+from piper.ir.node import COMPUTE_STREAM, Compute, Node, Reduce, SlotNode, Transfer
 from piper.lower.events import PendingInstr
 from piper.lower.placements import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Adding, Collecting, OfBucket, Op, Payload, Routing, Rows
+from piper.plan.ops import OfBucket, Op, Payload, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
 
@@ -83,32 +69,15 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
     instr = PendingInstr(
         op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
     )
-    match node:
-        case Compute():
-            instr.payload, instr.keeps = node.run, node.keeps
-            instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
-            note_gradients(emission, node, instr, number)
-        case Accumulate():
-            instr.op, instr.payload = "accumulate", Adding(run=node.run)
-            if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-                # The sum begins in the memory of its first term.
-                instr.workspace = -emission.size(node.reads[0])
-            emission.begun.add((number, node.writes[0]))
-        case SlotNode():
-            instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
-            instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
-            if node.groups:
-                instr.comm = emission.comm(node.groups, node.stream)
-        case Counts() | Exchange():
-            fill_exchange(emission, node, instr)
-        case Collect():
-            fill_collective(emission, node, instr)
-        case Reduce():
-            fill_reduction(emission, node, instr, number)
-        case Mirror():
-            fill_mirror(emission, node, instr, number)
-        case _:
-            raise AssertionError("transfers have two sides")
+    if isinstance(node, Compute):
+        instr.payload, instr.keeps = node.run, node.keeps
+        instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
+        note_gradients(emission, node, instr, number)
+    elif isinstance(node, Reduce):
+        fill_reduction(emission, node, instr, number)
+    else:
+        assert isinstance(node, SlotNode), "transfers have two sides"
+        fill(emission, node, instr, number)
     return instr
 
 
@@ -129,58 +98,24 @@ def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, numbe
                 instr.workspace += sum(piece.numel for piece in apart) * itemsize
 
 
-def fill_mirror(emission: Emission, node: Mirror, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction that gives a device's copies of its state to the next device of its group."""
-    instr.op, instr.comm = "mirror", emission.comm(node.groups, node.stream)
-    copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
-    instr.reads = tuple(slot for slot in node.reads if slot in copied)
-    instr.nbytes = sum(copied[slot] for slot in instr.reads)
-    instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
-
-
-def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
-    """Fill in the instruction of a collective over the groups of devices along its axis."""
-    if node.how.op == "slice":
-        instr.op, instr.stream = "slice", COMPUTE_STREAM
-        instr.payload = Collecting(run=node.run, how=node.how, devices=node.devices, stride=node.axis.stride)
-        return
-    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
-    instr.op, instr.payload = "collect", Collecting(run=node.run, how=node.how)
-    instr.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
-
-
-def moved(how: Collective, read: int, written: int) -> int:
-    """Return the bytes that a device sends for a collective."""
-    n = how.degree
-    match how.op:
-        case "all_gather":
-            return written * (n - 1) // n
-        case "reduce_scatter" | "all_to_all":
-            return read * (n - 1) // n
-        case "all_reduce" | "max":
-            return 2 * read * (n - 1) // n
-        case "shift" | "shift_back":
-            return read
-        case "slice" | "none":
-            return 0
-
-
-def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingInstr) -> None:
-    """Fill in the instruction of an all-to-all within each expert group: of row counts, or of rows."""
-    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
-    degree = node.axis.degree
-    marker, capacity = emission.chunks[node.run.chunk], emission.state.graph.policy(node.run.chunk).capacity
-    rows = (marker.outputs if marker.kind == "unroute" else marker.input_specs)[0].shape[0]
-    block = block_rows(rows, degree, capacity)
-    outward = isinstance(node, Counts) or node.outward
-    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block, outward=outward)
-    if isinstance(node, Counts):
-        instr.op, instr.nbytes = "counts", emission.size(node.writes[1]) * (degree - 1) // degree
-        return
-    instr.op, instr.nbytes = "exchange", emission.size(node.writes[0]) * (degree - 1) // degree
-    if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
-        travels = max(emission.size(slot) for slot in (node.reads[0], node.writes[0]))
-        instr.nbytes, instr.workspace = travels * (degree - 1) // degree, 2 * travels
+def fill(emission: Emission, node: SlotNode, instr: PendingInstr, number: int) -> None:
+    """Fill in the instruction of a node that says it all, but for what differs between devices."""
+    instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
+    instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
+    if node.groups:
+        instr.comm = emission.comm(node.groups, node.stream)
+    if node.op == "slice":
+        instr.stream = COMPUTE_STREAM
+    if node.op == "accumulate":
+        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
+            # The sum begins in the memory of its first term.
+            instr.workspace = -emission.size(node.reads[0])
+        emission.begun.add((number, node.writes[0]))
+    if node.op == "mirror":
+        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+        instr.reads = tuple(slot for slot in node.reads if slot in copied)
+        instr.nbytes = sum(copied[slot] for slot in instr.reads)
+        instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.ids import SlotId
-from piper.ir.node import COMPUTE_STREAM, Collect, Compute, Exchange, Node, Transfer
+from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 from piper.plan.prove import in_order, number_before, shortest_path
@@ -220,6 +220,6 @@ def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slo
     if isinstance(node, Compute):
         spec = chunks[node.chunk].phases[node.phase]
         return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
-    if isinstance(node, Transfer | Exchange | Collect):
+    if node.op in ("transfer", "exchange", "collect", "slice"):
         return LATENCY + values[node.writes[0].base].nbytes / LINK
     return LATENCY

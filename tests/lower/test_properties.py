@@ -8,13 +8,10 @@ import pytest
 from piper.directives import apply, average, offload, protect, remat, replicate, split
 from piper.ir.graph import Graph, start
 from piper.ir.ids import SlotId
-from piper.ir.node import Compute, Load, Node, Reduce, Update
+from piper.ir.node import Compute, Node
 from piper.ir.select import at
-from piper.lower.averages import AverageParameters
 from piper.lower.buckets import make_buckets
 from piper.lower.lower import LOWERING, first_state
-from piper.lower.offloads import CopyBack, CopyOut
-from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
 from piper.plan.bucket import Bucket
 from piper.schedules import gpipe
@@ -120,11 +117,9 @@ def kept_reading(work: LoweringState) -> LoweringState:
     return replace(work, sequence=tuple(map(changed, work.sequence)))
 
 
-def without(kind: type[Node]) -> Break:
-    """Leave out every node of a kind."""
-    return lambda work: replace(
-        work, sequence=tuple(node for node in work.sequence if not isinstance(node, kind))
-    )
+def without(op: str) -> Break:
+    """Leave out every node of an operation."""
+    return lambda work: replace(work, sequence=tuple(node for node in work.sequence if node.op != op))
 
 
 def reading(node: Compute, bucket: Bucket) -> Compute:
@@ -161,22 +156,22 @@ def ungathered(work: LoweringState) -> LoweringState:
             "R[PP=0 #1 MB=0] reads PP=0.out0[MB=0] of F[PP=0 MB=0]",
         ),
         ("add_gathers", ungathered, "reads the shard"),
-        ("add_reductions", without(Reduce), "has no gradient to apply"),
-        ("add_reductions", without(Reduce), "is lost"),
-        ("add_tied_sums", without(Reduce), "is not summed with"),
-        ("add_losses", without(Compute), "which is not on"),
-        ("add_loads", without(Load), "before it is loaded"),
-        ("add_offloads", without(CopyBack), "PP=1.saved.host[MB=0] of offload["),
+        ("add_reductions", without("reduce"), "has no gradient to apply"),
+        ("add_reductions", without("reduce"), "is lost"),
+        ("add_tied_sums", without("reduce"), "is not summed with"),
+        ("add_losses", without("compute"), "which is not on"),
+        ("add_loads", without("load"), "before it is loaded"),
+        ("add_offloads", without("fetch"), "PP=1.saved.host[MB=0] of offload["),
         ("add_offloads", kept_reading, "B[PP=1 MB=0] reads PP=1.saved[MB=0], which offload["),
-        ("add_updates", without(Update), "is applied on [], not on"),
+        ("add_updates", without("update"), "is applied on [], not on"),
         (
             "add_state_offloads",
-            without(CopyOut),
+            without("offload"),
             "PP=0/0.state is on the host, and copied or updated only by",
         ),
         (
             "add_protections",
-            without(CopyState),
+            without("protect"),
             "update[PP=0/0 @0,1] writes PP=0/0.param, which is not copied before",
         ),
     ],
@@ -197,7 +192,7 @@ def planless(work: LoweringState) -> LoweringState:
     [
         (
             "add_averages",
-            without(AverageParameters),
+            without("average"),
             "update[@0,1] updates PP=0/0.param, which is not averaged after it",
         ),
         ("emit", planless, "there are plans for [], and nodes on (0, 1)"),
