@@ -1,16 +1,16 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from piper.ir.chunk import Chunk
 from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import SlotId
-from piper.ir.node import COMPUTE_STREAM, Compute, Node, Reduce, SlotNode, Transfer
-from piper.lower.events import PendingInstr
+from piper.ir.node import COMPUTE_STREAM, Compute, Reduce, SlotNode, Transfer
 from piper.lower.placements import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
+from piper.plan.instr import Instr
 from piper.plan.ops import OfBucket, Op, Payload, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
@@ -23,7 +23,8 @@ class Emission:
     state: LoweringState
     classes: list[Devices]
     chunks: dict[str, Chunk]
-    programs: list[list[PendingInstr]]
+    programs: list[list[Instr]]
+    keeps: list[dict[int, tuple[SlotId, ...]]]  # of each program, by place: values whose storage is used
     class_of: dict[int, int]  # device -> the number of its class
     comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
     pairs: dict[str, Comm] = field(default_factory=dict)
@@ -64,27 +65,50 @@ class Emission:
         return self.comm_names[key][1]
 
 
-def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
+def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Instr:
     """Return the instruction of a node on one class of its devices."""
-    instr = PendingInstr(
-        op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
-    )
     if isinstance(node, Compute):
-        instr.payload, instr.keeps = node.run, node.keeps
-        instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
-        note_gradients(emission, node, instr, number)
-    elif isinstance(node, Reduce):
-        fill_reduction(emission, node, instr, number)
-    else:
-        assert isinstance(node, SlotNode), "transfers have two sides"
-        fill(emission, node, instr, number)
+        return Instr(
+            op="compute",
+            node=node.name,
+            stream=node.stream,
+            reads=node.reads,
+            writes=node.writes,
+            payload=node.run,
+            workspace=compute_workspace(emission, node, number),
+        )
+    instr = Instr(
+        op=cast(Op, node.op),
+        node=node.name,
+        stream=COMPUTE_STREAM if node.op == "slice" else node.stream,
+        reads=node.reads,
+        writes=node.writes,
+        comm=emission.comm(node.groups, node.stream) if node.groups else None,
+        payload=cast(Payload, node.payload),
+        nbytes=node.nbytes,
+        workspace=node.workspace,
+    )
+    if isinstance(node, Reduce):
+        instr = replace(instr, payload=OfBucket(bucket=node.bucket, run=node.run))
+        return (tied_sum if node.run is None else reduction)(emission, node, instr, number)
+    if node.op == "accumulate":
+        emission.begun.add((number, node.writes[0]))
+        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
+            # The sum begins in the memory of its first term.
+            return replace(instr, workspace=-emission.size(node.reads[0]))
+    if node.op == "mirror":
+        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+        reads = tuple(slot for slot in node.reads if slot in copied)
+        nbytes = sum(copied[slot] for slot in reads)
+        return replace(instr, reads=reads, nbytes=nbytes, workspace=2 * min(nbytes, MIRRORED))
     return instr
 
 
-def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, number: int) -> None:
-    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors."""
+def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
+    """Return the workspace of a phase, and note its gradients, and which compiled code writes flat."""
     # A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
     spec = emission.chunks[node.chunk].phases[node.phase]
+    workspace = spec.workspace
     for slot in node.writes:
         if slot.kind in ("gradient", "grad"):
             emission.given.add((number, slot))
@@ -95,72 +119,55 @@ def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, numbe
                     emission.begun.add((number, slot))
                 apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
                 itemsize = emission.state.buckets[slot.owner].itemsize
-                instr.workspace += sum(piece.numel for piece in apart) * itemsize
+                workspace += sum(piece.numel for piece in apart) * itemsize
+    return workspace
 
 
-def fill(emission: Emission, node: SlotNode, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a node that says it all, but for what differs between devices."""
-    instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
-    instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
-    if node.groups:
-        instr.comm = emission.comm(node.groups, node.stream)
-    if node.op == "slice":
-        instr.stream = COMPUTE_STREAM
-    if node.op == "accumulate":
-        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-            # The sum begins in the memory of its first term.
-            instr.workspace = -emission.size(node.reads[0])
-        emission.begun.add((number, node.writes[0]))
-    if node.op == "mirror":
-        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
-        instr.reads = tuple(slot for slot in node.reads if slot in copied)
-        instr.nbytes = sum(copied[slot] for slot in instr.reads)
-        instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
-
-
-def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a reduction of a bucket."""
+def reduction(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
+    """Return the instruction of a reduction of a bucket."""
     bucket = emission.state.buckets[node.bucket]
-    instr.payload = OfBucket(bucket=node.bucket, run=node.run)
-    if node.run is None:
-        fill_tied_sum(emission, node, instr, number)
-        return
     how = next(each for each in bucket.reductions if each.among == node.among)
-    scatters = how.gives != how.gets
-    instr.op = "reduce_scatter" if scatters else "all_reduce"
-    instr.comm, size = emission.comm(how.groups, node.stream), len(how.groups[0])
-    given = bucket.elements(how.gives)
+    scatters, size = how.gives != how.gets, len(how.groups[0])
+    given, reads = bucket.elements(how.gives), node.reads
     moved = given * bucket.precision.travel_itemsize * (size - 1) // size
     if cloned := bucket.cloned(how):
         moved = cloned * bucket.precision.travel_itemsize
-    instr.nbytes = moved if scatters else 2 * moved
-    if node.among:
-        instr.workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
-        return
-    here = (number, node.reads[0])
-    summed, written = here in emission.begun, here in emission.given
-    if scatters:
-        flat = summed or here in emission.flat
-        instr.workspace = scatter_workspace(bucket, node, flat=flat, given=written)
-    else:
-        instr.workspace = cast_workspace(bucket, given)
-    if not (summed or (written and scatters)):
-        instr.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
+    if not node.among:
+        here = (number, node.reads[0])
+        summed, written = here in emission.begun, here in emission.given
+        if scatters:
+            flat = summed or here in emission.flat
+            workspace = scatter_workspace(bucket, node, flat=flat, given=written)
+        if not (summed or (written and scatters)):
+            reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    return replace(
+        instr,
+        op="reduce_scatter" if scatters else "all_reduce",
+        reads=reads,
+        comm=emission.comm(how.groups, node.stream),
+        nbytes=moved if scatters else 2 * moved,
+        workspace=workspace,
+    )
 
 
-def fill_tied_sum(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a sum over the copies of a tied parameter, of which each device has one."""
+def tied_sum(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
+    """Return the instruction of a sum over the copies of a tied parameter, of which each device has one."""
     family = emission.state.buckets[node.bucket].family(emission.state.buckets)
     device = emission.classes[number][0]
     mine = next(member for member in family if device in member.devices)
     copies = columns([member.devices for member in family])
-    instr.op = "all_reduce"
-    instr.comm, size = emission.comm(copies, node.stream), len(copies[0])
-    slot = mine.gradient()
-    instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
+    slot, size = mine.gradient(), len(copies[0])
     elements = emission.size(slot) // mine.precision.sum_itemsize
-    instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
-    instr.workspace = cast_workspace(mine, elements)
+    return replace(
+        instr,
+        op="all_reduce",
+        comm=emission.comm(copies, node.stream),
+        reads=tuple(s for s in node.reads if s == slot),
+        writes=(slot,),
+        nbytes=2 * elements * mine.precision.travel_itemsize * (size - 1) // size,
+        workspace=cast_workspace(mine, elements),
+    )
 
 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
@@ -201,7 +208,7 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
         if comm is not None and comm not in emission.pairs:
             pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
             emission.pairs[comm] = Comm(name=comm, kind="pairs", groups=pairs)
-        send = PendingInstr(
+        send = Instr(
             op="copy" if channel.local else "send",
             node=name,
             stream=COMPUTE_STREAM if channel.local else f"{prefix}send",
@@ -215,20 +222,13 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
             emission.programs[at].append(send)
         receivers = emission.within(channel.receivers)
         if not channel.local:
-            recv = PendingInstr(
-                op="recv",
-                node=name,
-                stream=f"{prefix}recv",
-                reads=(),
-                writes=arrived,
-                comm=comm,
-                nbytes=nbytes,
-            )
+            stream = f"{prefix}recv"
+            recv = Instr(op="recv", node=name, stream=stream, writes=arrived, comm=comm, nbytes=nbytes)
             for at in receivers:
                 emission.programs[at].append(recv)
         if pieces > 1:
             in_pieces |= dict.fromkeys(receivers, pieces)
     for at, pieces in in_pieces.items():
         reads = tuple(node.writes[0].of_piece(number) for number in range(pieces))
-        join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
+        join = Instr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.programs[at].append(join)
