@@ -35,7 +35,7 @@ def add_averages(state: LoweringState) -> LoweringState:
                 continue
             bucket, of_optimizer = state.buckets[slot.owner], state_slot(slot.owner)
             before = state.residents[of_optimizer]
-            trained = bucket.update.elements * bucket.precision.sum_itemsize  # in the type of the optimizer
+            trained = bucket.update.elements() * bucket.precision.sum_itemsize  # in the type of the optimizer
             nbytes = before.nbytes + averaging.outer_values * trained
             residents[of_optimizer] = replace(before, nbytes=nbytes)
             slots = (slot, of_optimizer) if averaging.outer_values else (slot,)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from piper.ir.devices import Devices, show
 from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot, show_part
-from piper.ir.node import Compute, Reduce, SlotNode, Transfer
+from piper.ir.node import Compute, SlotNode, Transfer
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
 from piper.lower.gathers import gather_of
@@ -22,7 +22,7 @@ def reshard(bucket: Bucket, source: SlotId, target: SlotId) -> SlotNode:
     """Return the node that reshards a gradient into full ones, or the updated parameters into slices."""
     back = source == target
     itemsize = bucket.itemsize if back else bucket.precision.sum_itemsize
-    slices, full = bucket.elements() * itemsize, bucket.update.elements * itemsize
+    slices, full = bucket.elements() * itemsize, bucket.update.elements() * itemsize
     return SlotNode(
         op="reshard",
         name=f"reshard[{bucket.name} {'from' if back else 'for'} update @{show(bucket.devices)}]",
@@ -105,25 +105,12 @@ def add_losses(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
-def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
-    """Yield each value that some device reads before it is written on that device."""
-    # Only an accumulation may read a value that is not there yet.
-    where: dict[SlotId, Devices] = {}
-    for node in state.sequence:
-        source, target = (
-            (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
-        )
-        for value in node.reads:
-            placement = where.get(value)
-            if placement is source or value in state.residents or value.kind == "batch":
-                continue
-            missing = set() if placement == source else set(source) - set(placement or ())
-            if missing and not isinstance(node, Reduce):  # a device may have nothing to add
-                yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
-        for value in node.writes:
-            there = where.setdefault(value, target)
-            if there is not target and there != target:
-                where[value] = tuple(sorted({*where[value], *target}))
+def every_sum_is_added_up(state: LoweringState) -> Iterator[str]:
+    """Yield each sum of the step to which no node adds the results of microbatches."""
+    written = {value for node in state.sequence for value in node.writes}
+    for each in step_sums(state.graph, clip=state.settings.clip):
+        if each.source is not None and each.slot not in written:
+            yield f"{each.slot} is never added up"
 
 
 def add_updates(state: LoweringState) -> LoweringState:
@@ -151,7 +138,7 @@ def add_updates(state: LoweringState) -> LoweringState:
     sliced = [bucket for bucket in trained if bucket.slices]
     for bucket in sliced:
         edit.append(reshard(bucket, bucket.gradient(), bucket.applied))
-        edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
+        edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements() * bucket.precision.sum_itemsize)
     size = 8 * sum(each.length for each in sums)
     # Where all devices sum the gradients of a bucket, their communicator is used again.
     stream = next((bucket.reduce_stream for bucket in trained if bucket.groups == (everyone,)), "reduce")

@@ -16,7 +16,6 @@ from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
-from piper.plan.updates import BucketUpdate
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
@@ -48,7 +47,7 @@ class ProtectedState:
         self._ownership = {name: bucket.update.ownership for name, bucket in plans.buckets.items()}
         shares = {each: each.shares() for each in set(self._ownership.values())}
         self._shares = {name: shares[each] for name, each in self._ownership.items()}
-        self._sizes: dict[str, tuple[BucketUpdate, int]] = {}  # and the bytes of an element with its state
+        self._sizes: dict[str, tuple[Bucket, int]] = {}  # and the bytes of an element with its state
 
     @cached_property
     def sections(self) -> tuple[StateSection, ...]:
@@ -112,7 +111,7 @@ class ProtectedState:
         if bucket.name not in self._sizes:
             update, state = bucket.update, plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
-            self._sizes[bucket.name] = update, each + (state.everywhere // update.elements if state else 0)
+            self._sizes[bucket.name] = update, each + (state.everywhere // update.elements() if state else 0)
         update, each = self._sizes[bucket.name]
         numel, (_, shard) = update.own_numel, self._shares[bucket.name][device]
         start, stop = update.shard(shard) if update.zero else (0, numel)
@@ -150,10 +149,7 @@ class ProtectedState:
         return sizes
 
     def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
-        """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
-
-        domain: of a device. None: nothing holds the elements at all.
-        """
+        """Return a slot that is lost with the memory of each domain. None: one that nothing holds at all."""
         domains: dict[Elements, set[int]] = {}
         for section in self.sections:
             for elements in section.elements:
