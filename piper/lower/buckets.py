@@ -223,10 +223,7 @@ def bucket_for(
     param: Parameter,
     held: HeldParameter,
 ) -> Bucket:
-    """Return a bucket that lives on the devices of `placements`, which all have the same devices.
-
-    param: one of its parameters, held as all of them.
-    """
+    """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
     placement = placements[0]
     groups = groups_apart(placement.devices, held.distinct, held.owners)
     # float64 is never rounded.

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
@@ -79,7 +78,20 @@ def synchronised(instrs: Sequence[Instr], keeps: Keeps, slots: Mapping[SlotId, S
         clock.issue(place)
         accesses.record(place, instr, ending)
     return tuple(
-        replace(instr, frees=tuple(freed.get(place, ())), waits=waits[place], signals=signalled.get(place))
+        Instr(  # in half the time that `replace` takes
+            op=instr.op,
+            node=instr.node,
+            stream=instr.stream,
+            reads=instr.reads,
+            writes=instr.writes,
+            frees=tuple(freed.get(place, ())),
+            waits=waits[place],
+            signals=signalled.get(place),
+            comm=instr.comm,
+            payload=instr.payload,
+            nbytes=instr.nbytes,
+            workspace=instr.workspace,
+        )
         for place, instr in enumerate(instrs)
     )
 

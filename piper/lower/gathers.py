@@ -37,12 +37,13 @@ def add_gathers(state: LoweringState) -> LoweringState:
     edit = SequenceEdit(state)
     for shard, bucket in sharded.items():
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
-        edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
+        gathered = SlotId("whole", bucket.name)
+        edit.values[gathered] = Slot(nbytes=bucket.nbytes + arriving)
         runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
         for joint in joint_runs(runs, lambda run: run.computes[run.users[0]]):
             first = sequence[joint[0].places[0]]
             assert isinstance(first, Compute), "buckets are used by compute nodes"
-            slot = whole(bucket).of_run(first.run)
+            slot = gathered.of_run(first.run)
             ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
             edit.before(ahead, gather_of(bucket, first.run, slot))
             for place in (place for run in joint for place in run.places):
@@ -88,8 +89,3 @@ def ahead_of(run: UseRun, reads_shards: Sequence[bool]) -> int:
     """
     before = max(0, run.users[0] - 1)
     return run.computes[before if reads_shards[before] else max(0, before - 1)]
-
-
-def whole(bucket: Bucket) -> SlotId:
-    """Return the slot of a bucket's gathered parameters."""
-    return SlotId("whole", bucket.name)

@@ -89,7 +89,6 @@ def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Inst
         workspace=node.workspace,
     )
     if isinstance(node, Reduce):
-        instr = replace(instr, payload=OfBucket(bucket=node.bucket, run=node.run))
         return (tied_sum if node.run is None else reduction)(emission, node, instr, number)
     if node.op == "accumulate":
         emission.begun.add((number, node.writes[0]))
@@ -144,6 +143,7 @@ def reduction(emission: Emission, node: Reduce, instr: Instr, number: int) -> In
     return replace(
         instr,
         op="reduce_scatter" if scatters else "all_reduce",
+        payload=OfBucket(bucket=node.bucket, run=node.run),
         reads=reads,
         comm=emission.comm(how.groups, node.stream),
         nbytes=moved if scatters else 2 * moved,
@@ -162,6 +162,7 @@ def tied_sum(emission: Emission, node: Reduce, instr: Instr, number: int) -> Ins
     return replace(
         instr,
         op="all_reduce",
+        payload=OfBucket(bucket=node.bucket),
         comm=emission.comm(copies, node.stream),
         reads=tuple(s for s in node.reads if s == slot),
         writes=(slot,),

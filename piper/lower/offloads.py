@@ -98,22 +98,16 @@ def offloaded_values_come_back(state: LoweringState) -> Iterator[str]:
 
 
 def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[Family]:
-    """Return the values that backwards or recomputed forwards of the selected chunks read, with their uses.
+    """Return the values that the selected chunks read again, and those that share memory with them.
 
     What eager autograd holds on to cannot be moved: neither what such a chunk saves, nor its inputs.
     """
     eager = {chunk.name for chunk in state.graph.outline.chunks if chunk.kept_inputs}
     fixed = {value for node in state.sequence if isinstance(node, Compute) for value in node.keeps}
-    wanted: dict[SlotId, str] = {}
-    for node in state.sequence:
-        if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:
-            for value in node.reads:
-                if value.kind in KINDS and value not in state.residents:
-                    wanted.setdefault(value, node.chunk)
+    wanted = wanted_by(state, asked)
     families: list[Family] = []
     known: dict[SlotId, Family] = {}  # by value and by storage
-    for node in state.sequence:
-        mine: list[Family] = []
+    for place, node in enumerate(state.sequence):
         for value in node.writes:
             slot = state.values.get(value.base)
             if slot is None or value.kind not in KINDS or (value not in wanted and not slot.shares):
@@ -124,13 +118,15 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
                 devices = node.target if isinstance(node, Transfer) else node.devices
                 chunk = wanted.get(value, "")
                 family = Family([], devices, asked[chunk] if chunk else next(iter(asked.values())), chunk)
-                mine.append(family)
+                families.append(family)
             elif not family.chunk and value in wanted:
                 family.chunk, family.asked = wanted[value], asked[wanted[value]]
             family.values.append(value)
             known |= dict.fromkeys(keys, family)
-        families += mine
-    families = [
+        for value in (*node.writes, *node.reads):
+            if value in known:
+                known[value].uses.setdefault(value, []).append(place)
+    return [
         family
         for family in families
         if family.chunk
@@ -138,24 +134,21 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
         and not any(value.owner in eager and value.kind in BUNDLES for value in family.values)
         and not any(state.values[value.base].dynamic for value in family.values)
     ]
-    find_uses(state.sequence, families)
-    return families
 
 
-def find_uses(sequence: Sequence[Node], families: Sequence[Family]) -> None:
-    """Note the places that write or read the values of each family."""
-    owner = {value: family for family in families for value in family.values}
-    for place, node in enumerate(sequence):
-        for value in (*node.writes, *node.reads):
-            if value in owner:
-                owner[value].uses.setdefault(value, []).append(place)
+def wanted_by(state: LoweringState, asked: Mapping[str, HostCopies]) -> dict[SlotId, str]:
+    """Return the values that backwards or recomputed forwards of the selected chunks read, by chunk."""
+    wanted: dict[SlotId, str] = {}
+    for node in state.sequence:
+        if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:
+            for value in node.reads:
+                if value.kind in KINDS and value not in state.residents:
+                    wanted.setdefault(value, node.chunk)
+    return wanted
 
 
 def absences_of(family: Family, computes: list[int]) -> Iterator[Away]:
-    """Yield the times between two uses that are long enough for both copies.
-
-    computes: the places of the compute nodes of the family's devices.
-    """
+    """Yield the times between two uses that are long enough for both copies."""
     ahead = family.asked.ahead
     places = sorted({place for uses in family.uses.values() for place in uses})
     for last, following in pairwise(places):
@@ -245,10 +238,7 @@ def check_something(
     moving: Collection[str],
     stayed: Mapping[str, Collection[str]],
 ) -> None:
-    """Refuse a directive that selects no region with activations that can be offloaded.
-
-    moving: the chunks that have some. stayed: why others of a chunk are not.
-    """
+    """Refuse a directive that selects no region with activations that can be offloaded."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
         mine = [family for family in families if family.asked.by == by]

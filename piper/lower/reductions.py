@@ -7,7 +7,6 @@ from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Compute, Reduce, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Adding
 from piper.plan.plan import Slot
 
 GRADIENTS = ("gradient", "grad")  # slots that backwards write
@@ -104,7 +103,7 @@ def accumulate(
             node = SlotNode(
                 op="accumulate",
                 name=f"accumulate[{run} into {total}{some}]",
-                payload=Adding(run=run),
+                payload=run,
                 devices=devices,
                 reads=reads,
                 writes=(total,),

@@ -181,10 +181,7 @@ def send(
     routed: bool = False,
     fixed: bool = False,
 ) -> None:
-    """Add a transfer of a value to a chunk's devices. It reslices between sets of different sizes.
-
-    fixed: the value is the same for all samples, such as a mask.
-    """
+    """Add a transfer of a value to a chunk's devices. It reslices between sets of different sizes."""
     placement = flow.placements[chunk.name]
     sliced = True
     slices = (there.mesh.slices, placement.mesh.slices)

@@ -11,7 +11,7 @@ from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.ops import Collecting, Op, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import Contributor
-from piper.proof.decode import bucket_named, collected, described, subject
+from piper.proof.decode import bucket_named, described, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
@@ -145,12 +145,12 @@ class CollectiveRules:
 
     def _wanted(self, at: ProgramInstr) -> tuple[Collecting, Collective] | tuple[None, None]:
         """Check a collective by the specification. Return it, and the right one. None: it must not run."""
-        collecting, expected = collected(at.ins), None
-        backward = collecting is not None and collecting.run.phase != "F"
-        if collecting is not None:
+        collecting, expected, backward = at.ins.payload, None, False
+        if isinstance(collecting, Collecting) and collecting.run.phase != "BW" and not collecting.run.again:
+            backward = collecting.run.phase != "F"
             of_collective = self.state.expected_at(at.ins.part).of_collective
             expected = of_collective(at.program, collecting.run.chunk, backward)
-        if collecting is None or expected is None:
+        if not isinstance(collecting, Collecting) or expected is None:
             self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
             return None, None
         how = self.spec.chunks[collecting.run.chunk].collective

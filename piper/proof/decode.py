@@ -1,11 +1,8 @@
-"""Reads the payloads of instructions and the ids of slots as the runtime reads them.
-
-So a plan that names the wrong chunk, rows, bucket or slot is refused.
-"""
+"""Reads the payloads of instructions and the ids of slots as the runtime reads them."""
 
 from piper.ir.ids import Pass
 from piper.plan.instr import Instr
-from piper.plan.ops import Collecting, OfBucket, Payload, Routing, Rows
+from piper.plan.ops import OfBucket, Payload, Routing, Rows
 from piper.plan.text import show_payload
 
 
@@ -22,12 +19,6 @@ def subject(ins: Instr) -> Payload:
 def described(payload: Payload) -> str:
     """Describe what an instruction is about, as its line does."""
     return " ".join(show_payload(payload)) or "nothing"
-
-
-def collected(ins: Instr) -> Collecting | None:
-    """Return the collective inside a region that an instruction runs. None: it runs none."""
-    payload = ins.payload if isinstance(ins.payload, Collecting) else None
-    return payload if payload is not None and payload.run.phase != "BW" and not payload.run.again else None
 
 
 def rows_of(ins: Instr) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OPS, Adding, Field, Op
+from piper.plan.ops import OPS, Field, Op
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
@@ -252,7 +252,7 @@ class LocalRules:
             return
         value = slots.get(at.ins.reads[0])
         given = None
-        if value is not None and isinstance(at.ins.payload, Adding):
+        if value is not None and isinstance(at.ins.payload, Pass):
             given = self._accumulated(value, at.ins.writes[0])
         if given is None:
             contents = f"which holds {state.symbols.describe(value)}"

@@ -128,10 +128,7 @@ def holdings(
 def bucket_problems(
     spec: Specification, bucket: Bucket, family: list[Bucket], ways_held: Mapping[str, list[Holding]]
 ) -> Iterator[str]:
-    """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient.
-
-    `family`: the buckets that hold a parameter of this one, itself included. `ways_held`: see `holdings`.
-    """
+    """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient."""
     placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
     needed = {device for placement in placements for device in placement}
     if len(placements) < len(bucket.chunks) or not needed.issubset(bucket.devices):
@@ -154,10 +151,7 @@ def bucket_problems(
 def group_problems(
     bucket: Bucket, family: int, name: str, holdings: Sequence[Holding], apart: bool
 ) -> Iterator[str]:
-    """Yield the problems with the groups of a bucket for one of its parameters.
-
-    `family`: how many buckets hold it; `apart`: the bucket does not lie as each of its chunks does.
-    """
+    """Yield the problems with the groups of a bucket for one of its parameters."""
     if len(holdings) > 1:
         yield f"{bucket.name} holds {name}, which its chunks shard in {len(holdings)} ways"
     for holding in holdings[:1]:

@@ -298,8 +298,8 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "samples of other groups": (
         lambda: after(TENSOR, "load", "tokens", loading(devices=(2, 3, 0, 1))),
-        "which holds field tokens, on device 0 of cells 1-1 of shard 0; "
-        "it should hold field tokens, on device 0 of cells 0-0 of shard 0",
+        "which holds field tokens, on device 0 of cells 1-1; "
+        "it should hold field tokens, on device 0 of cells 0-0",
     ),
     "groups of no devices": (
         lambda: after(TENSOR, "load", "tokens", loading(degree=0)),
@@ -307,13 +307,13 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a transfer to another shard": (
         lambda: comm(SEQUENCE, "0,1>2,3/2:2", ((0, 3), (1, 2))),
-        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 1; "
-        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 0",
+        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 1-1; "
+        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0",
     ),
     "a sum over the group that is left out": (
         lambda: without(SEQUENCE, "all_reduce", "reduce[PP=0 #1/0"),
-        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0; it should hold "
-        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0 and cells 0-0 of shard 1",
+        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0; it should hold "
+        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-1",
     ),
     "losses of a group counted twice": (
         lambda: table(TENSOR, copies=1),

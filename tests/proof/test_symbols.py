@@ -75,7 +75,10 @@ def test_the_rows_of_divided_experts() -> None:
     assert held(covers, covers.own_share(0, (0, 1, 2, 3), Axis(degree=2))) == (
         ((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),),
     )  # fmt: skip
-    assert held(covers, covers.everything(0, 2)) == (((0, 8, 1),),) * 4
+    assert (
+        held(covers, covers.own_share(0, (0, 1, 2, 3), Axis(degree=2), every_share=True))
+        == (((0, 8, 1),),) * 4
+    )
 
 
 def test_cutting_and_joining() -> None:
@@ -101,10 +104,13 @@ def test_sums_over_groups() -> None:
     slices = [covers.of_set(0, (0, 1, 2, 3)), covers.of_set(1, (0, 1, 2, 3))]
     assert slices[0] is not None and slices[1] is not None
     given = ((0, slices[0]), (1, slices[1]))
-    assert covers.summed("all", given, (0, 1)) == {0: covers.everything(0), 1: covers.everything(1)}
+    assert covers.summed("all", given, (0, 1)) == {
+        0: covers.own_share(0, (0, 1), None),
+        1: covers.own_share(1, (2, 3), None),
+    }
     crossed = covers.summed("across", given, (0, 1))
     assert held(covers, crossed[0]) == (((0, 1, 1), (2, 3, 1)), ((1, 2, 1), (3, 4, 1)))
-    full = ((0, covers.everything(0)), (1, covers.everything(1)))
+    full = ((0, covers.own_share(0, (0, 1), None)), (1, covers.own_share(1, (2, 3), None)))
     assert held(covers, covers.summed("all", full, (0, 1))[0]) == (((0, 4, 4),),) * 2
 
 
