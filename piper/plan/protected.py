@@ -6,9 +6,10 @@ sections of its own memory. A section is copied whole or not at all, so a state 
 that a step writes is in some section of the same step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from piper.ir.devices import show
 from piper.ir.format import size
@@ -19,6 +20,7 @@ from piper.plan.plan import Plan, Plans
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
+T = TypeVar("T")
 Elements = tuple[str, object]  # a bucket or buffer, and which slice and shard of it
 
 
@@ -63,11 +65,12 @@ class ProtectedState:
                 comm = self.plans.comms.get(ins.comm or "")
                 rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
                 receivers = {sender: receiver for ring in rings for sender, receiver in ring}
+                places = sent(plan, ins, range(len(own[plan.devices[0]])))
                 for device in plan.devices:
                     holder = receivers.get(device, device)
-                    for section in sent(plan, ins, own[device]):
+                    for place in places:
                         number = len(by_holder[holder]) + 1
-                        copy = replace(section, holder=holder, number=number, by=ins.node)
+                        copy = replace(own[device][place], holder=holder, number=number, by=ins.node)
                         by_holder[holder].append(copy)
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
@@ -162,8 +165,8 @@ class ProtectedState:
         return lost
 
 
-def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
-    """Return the sections of a device that an instruction sends: those whose copies it reads."""
+def sent(plan: Plan, ins: Instr, own: Sequence[T]) -> list[T]:
+    """Return those of a device's own sections, in order, that an instruction sends: it reads their copies."""
     copied = [other for other in plan.instrs if other.op == "protect"]
     return [s for other, s in zip(copied, own, strict=True) if not set(other.writes).isdisjoint(ins.reads)]
 
