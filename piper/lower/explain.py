@@ -5,11 +5,10 @@ from difflib import get_close_matches
 
 from piper.errors import ConfigError
 from piper.ir.devices import show
+from piper.ir.format import listed
 from piper.ir.node import Compute, Node, SlotNode
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
-
-MOST_READERS = 3
 
 
 def explain(state: LoweringState, plans: Plans, name: str) -> str:
@@ -62,8 +61,7 @@ def values(state: LoweringState, node: Node) -> Iterator[str]:
         yield f"  reads    {value} {where}"
     for value in node.writes:
         users = [name for name in readers.get(value, []) if name != node.name]
-        more = f" and {len(users) - MOST_READERS} more" if len(users) > MOST_READERS else ""
-        yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
+        yield f"  writes   {value}" + (f" for {listed(users)}" if users else "")
 
 
 def positions(plans: Plans, name: str) -> Iterator[str]:

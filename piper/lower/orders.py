@@ -115,8 +115,6 @@ def chain_on_device(by: int, groups: list[list[Node]]) -> Iterator[Temporal]:
 
 def ends(members: list[Node]) -> list[Node]:
     """Return the members of a group whose results no other member reads."""
-    if len(members) == 1:
-        return members
     readers: dict[SlotId, set[str]] = {}
     for node in members:
         for value in node.reads:
@@ -127,8 +125,6 @@ def ends(members: list[Node]) -> list[Node]:
 
 def starts(members: list[Node]) -> list[Node]:
     """Return the members of a group that read no other member's result."""
-    if len(members) == 1:
-        return members
     writer = {value: node.name for node in members for value in node.writes}
     return [
         node for node in members if all(writer.get(value, node.name) == node.name for value in node.reads)

@@ -172,21 +172,17 @@ class CollectiveRules:
         for member in members:
             name, bucket = bucket_named(member.ins), self.bucket_of(member)
             slot, slots = param_slot(name), self.state.slots[member.program]
-            if bucket is None:
-                self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
-                continue
-            in_place = member.ins.writes == (slot,)
-            how = bucket.gather_updated if in_place else bucket.gather_for_use
-            value = slots.get(slot)
+            ins, value, in_place = member.ins, slots.get(slot), member.ins.writes == (slot,)
+            how = None
+            if bucket is not None:
+                how = bucket.gather_updated if in_place else bucket.gather_for_use
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
-            if member.ins.reads != (slot,) or value is None or not known:
-                read = ", ".join(member.ins.reads)
-                self.state.complain(member, f"gathers {name} from {read}, not from {slot}")
-                continue
-            version = (AFTER_UPDATE if in_place else FOR_USE).get(str(value[1]))
-            if len(member.ins.writes) != 1 or how is None or version is None:
-                where = ", ".join(member.ins.writes)
-                self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
+            about = str(value[1]) if value is not None and known and ins.reads == (slot,) else ""
+            version = (AFTER_UPDATE if in_place else FOR_USE).get(about)
+            if bucket is None or how is None or version is None or len(ins.writes) != 1:
+                read, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                contents = f"{slot} holds {self.symbols.describe(value)}"
+                self.state.complain(member, f"gathers {read} into {written} for {name!r}; {contents}")
                 continue
             self._check_members(member, comm, bucket, how)
             slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
@@ -254,19 +250,13 @@ class CollectiveRules:
         returned = False
         for member in members:
             ins, bucket = member.ins, self.bucket_of(member)
-            if bucket is None or len(ins.writes) != 1:
-                name = bucket_named(ins)
-                self.state.complain(member, f"scatters {name!r}, of which this device holds nothing")
-                return
             read = ins.reads[:1] if ins.reads[:1] != ins.writes else ()  # nothing: it has nothing to add
-            if ins.reads[len(read) :] not in ((), ins.writes):
-                self.state.complain(member, "adds to another slot than it writes")
-                return
-            scatters = (how for how in bucket.reductions if how.gives != how.gets)
-            kind = ins.writes[0].kind
-            step = next((how for how in scatters if bucket.gradient(how.gets).kind == kind), None)
-            if step is None:
-                self.state.complain(member, f"scatters into {ins.writes[0]}, which holds no shard of a sum")
+            steps = [how for how in bucket.reductions if how.gives != how.gets] if bucket else []
+            kinds = [slot.kind for slot in ins.writes]
+            step = next((how for how in steps if bucket and [bucket.gradient(how.gets).kind] == kinds), None)
+            if bucket is None or step is None or ins.reads[len(read) :] not in ((), ins.writes):
+                given_by, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                self.state.complain(member, f"scatters {given_by} into {written} for {bucket_named(ins)!r}")
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))

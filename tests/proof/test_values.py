@@ -463,19 +463,19 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         0,
         changing("gather", "for update", payload=OfBucket(bucket="PP=1/0")),
-        "gathers 'PP=1/0', of which this device holds nothing",
+        "gathers PP=0/0.param into PP=0/0.param for 'PP=1/0'",
     ),
     "a gather from another slot": (
         pipeline,
         0,
         changing("gather", "for update", reads=("PP=0/0.state",)),
-        "gathers PP=0/0 from PP=0/0.state, not from PP=0/0.param",
+        "gathers PP=0/0.state into PP=0/0.param for 'PP=0/0'",
     ),
     "a gather into another slot": (
         lambda: pipeline(zero=3),
         0,
         changing("gather", "for F[PP=0 MB=0]", writes=("PP=0/0.param",)),
-        "gathers PP=0/0 (zero=3) into PP=0/0.param",
+        "gathers PP=0/0.param into PP=0/0.param for 'PP=0/0'",
     ),
     "a gather among other devices": (
         experts,
@@ -493,13 +493,13 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         0,
         changing("reduce_scatter", "PP=0/0", payload=OfBucket(bucket="PP=1/0")),
-        "scatters 'PP=1/0', of which this device holds nothing",
+        "into PP=0/0.grad_shard for 'PP=1/0'",
     ),
     "a reduction that adds to another slot": (
         experts,
         0,
         changing("reduce_scatter", "PP=1/0 after B[PP=1 MB=1]", reads=("PP=1/0.g[MB=1]", "loss")),
-        "adds to another slot than it writes",
+        "scatters PP=1/0.g[MB=1], loss into PP=1/0.grad_shard for 'PP=1/0'",
     ),
     "a reduction added to another shard": (
         experts,
