@@ -1,7 +1,4 @@
-"""The flow of values through a step: what each node reads and writes, for every microbatch.
-
-Also inside regions: collectives of sharded ones, and rows that travel to experts and back.
-"""
+"""The flow of values through a step: what each node reads and writes, for every microbatch."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
