@@ -160,7 +160,7 @@ class HeldParameter:
 
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
-    """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or alike."""
+    """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or whole."""
     placements = (*param.placements, *placement.policy.placements(param.name))
     mesh = refined(placement.mesh, placements)
     shardings = shardings_on(placement.mesh, placements)
