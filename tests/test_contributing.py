@@ -43,7 +43,7 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/lower/lower.py", "LOWERING"),
         ("piper/plan/ops.py", "unchanged"),
         ("piper/ir/sharding.py", "CollectiveOp"),
-        ("piper/lower/instructions.py", "def moved("),
+        ("piper/lower/flow.py", "def moved("),
         ("piper/ir/step_sums.py", "class StepSum"),
         ("piper/proof/local_rules.py", "self.terms"),
         ("piper/runtime/comm/base.py", "on_streams"),

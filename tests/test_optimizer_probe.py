@@ -15,7 +15,8 @@ import piper
 from piper.compiler.optimizer_probe import probe_optimizer
 from piper.errors import ConfigError
 from piper.ir.sharding import Sharding
-from piper.plan.updates import BucketUpdate, Piece
+from piper.plan.bucket import Bucket
+from piper.plan.updates import Piece
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 SIZES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}
@@ -115,17 +116,19 @@ def matrices_only(params: Iterable[Tensor]) -> Optimizer:
     return torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.1)
 
 
-def bucket(name: str, names: Iterable[str], devices: tuple[int, ...], zero: int = 0) -> BucketUpdate:
+def bucket(name: str, names: Iterable[str], devices: tuple[int, ...], zero: int = 0) -> Bucket:
     pieces: list[Piece] = []
     for piece in names:
         offset = sum(p.numel for p in pieces)
         pieces.append(Piece(name=piece, shape=SIZES[piece], offset=offset))
-    return BucketUpdate(
+    return Bucket(
         name=name,
         pieces=tuple(pieces),
         devices=devices,
         groups=(devices,),
         dtype="float32",
+        itemsize=4,
+        chunks=(),
         zero=zero,
     )
 
@@ -229,17 +232,19 @@ def test_the_others_pass_where_they_see_what_plain_pytorch_shows(
 def test_groups_by_true_sizes_are_seen_though_parameters_are_tried_small() -> None:
     sizes = {"a": (4000, 1000), "b": (1000, 4000)}
 
-    def at(devices: tuple[int, ...], zero: int) -> BucketUpdate:
+    def at(devices: tuple[int, ...], zero: int) -> Bucket:
         pieces = (
             Piece(name="a", shape=sizes["a"], offset=0),
             Piece(name="b", shape=sizes["b"], offset=4000000),
         )
-        return BucketUpdate(
+        return Bucket(
             name="all",
             pieces=pieces,
             devices=devices,
             groups=(devices,),
             dtype="float32",
+            itemsize=4,
+            chunks=(),
             zero=zero,
         )
 
@@ -249,12 +254,14 @@ def test_groups_by_true_sizes_are_seen_though_parameters_are_tried_small() -> No
 
 @pytest.mark.parametrize(("make", "fine"), [(ELEMENTWISE["AdamW"], True), (Lars, False), (GlobalNorm, False)])
 def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> None:
-    experts = BucketUpdate(
+    experts = Bucket(
         name="experts",
         pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, degree=2),)),),
         devices=(0, 1),
         groups=((0,), (1,)),
         dtype="float32",
+        itemsize=4,
+        chunks=(),
     )
     if fine:
         probe_optimizer(make, {"w": (8, 3, 5)}, [experts])
@@ -272,14 +279,16 @@ class ByRows(Plain):
         return moved
 
 
-def tensor_parallel(shape: tuple[int, ...], *shardings: Sharding) -> BucketUpdate:
+def tensor_parallel(shape: tuple[int, ...], *shardings: Sharding) -> Bucket:
     """Return a bucket whose devices compute gradients of their own, whether they shard its parameter or not."""
-    return BucketUpdate(
+    return Bucket(
         name="w",
         pieces=(Piece(name="w", shape=shape, offset=0, shardings=shardings),),
         devices=(0, 1),
         groups=((0,), (1,)),
         dtype="float32",
+        itemsize=4,
+        chunks=(),
     )
 
 

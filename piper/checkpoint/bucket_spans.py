@@ -7,10 +7,10 @@ from itertools import chain
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Plans
-from piper.plan.updates import BucketUpdate, Piece
+from piper.plan.updates import Piece
 
 
-def spans(bucket: Bucket | BucketUpdate, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
+def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
     """Return the runs of each parameter between two elements of a bucket, in their order there.
 
     Each lies `here` in the bucket as the device holds it when whole, and `there` in the full parameter,
@@ -116,7 +116,7 @@ def held_names(plans: Plans) -> set[str]:
     return parameters.union(*(plan.buffers for plan in plans))
 
 
-def saved_buckets(plans: Plans, device: int) -> list[BucketUpdate]:
+def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     """Return the buckets that a device saves, as it updates them: each element is saved by one device.
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.

@@ -25,7 +25,6 @@ from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket
-from piper.plan.updates import BucketUpdate
 from piper.runtime.worker import Worker
 
 WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
@@ -128,7 +127,7 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
 
 def read_into(
     worker: Worker,
-    bucket: Bucket | BucketUpdate,
+    bucket: Bucket,
     reader: CheckpointReader,
     target: Tensor,
     extent: tuple[int, int],

@@ -16,8 +16,8 @@ from piper.checkpoint.metadata import Record, Trainer, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
+from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
-from piper.plan.updates import BucketUpdate
 from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Worker
 
@@ -64,7 +64,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
 
 def copy_parts(
     worker: Worker,
-    updates: Iterable[BucketUpdate],
+    updates: Iterable[Bucket],
     buffers: Iterable[str],
     trainer: Trainer,
     copied: Take,
@@ -147,8 +147,8 @@ def moment_parts(
 
 
 def states_here(
-    worker: Worker, updates: Iterable[BucketUpdate]
-) -> Iterator[tuple[BucketUpdate, Mapping[str, Mapping[str, object]]]]:
+    worker: Worker, updates: Iterable[Bucket]
+) -> Iterator[tuple[Bucket, Mapping[str, Mapping[str, object]]]]:
     """Yield what the optimizer keeps for buckets, and kept, in the first layout, for those frozen now."""
     home, holder = worker.env.state, worker.holder
     states = {} if holder.optimizer is None else holder.optimizer.state

@@ -20,7 +20,7 @@ from piper.ir.dtypes import job_precision
 from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
-from piper.plan.updates import BucketUpdate
+from piper.plan.bucket import Bucket
 from piper.process.usercode import named, raised, said
 from piper.runtime.trainers import (
     MakeOptimizer,
@@ -85,7 +85,7 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
+def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]) -> OptimizerFacts:
     """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
@@ -167,7 +167,7 @@ def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Gr
 
 
 def measured(
-    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[BucketUpdate]
+    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[Bucket]
 ) -> tuple[Sizes, OptimizerFacts]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
@@ -195,7 +195,7 @@ def measured(
 
 
 def trial_of(
-    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate], dtype: torch.dtype = torch.float64
+    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype = torch.float64
 ) -> Trial:
     """Return first values and gradients: of scales that differ by tensor and step, some of them zero."""
     trained = {piece.name for bucket in buckets for piece in bucket.pieces}
@@ -358,7 +358,7 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     return replace(probe, state_bytes=probe.state_bytes + joined, whole=whole)
 
 
-def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
+def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
     """Return the buckets of parameters that a backward reaches, as their optimizer sees them."""
     return tuple(bucket.update for bucket in buckets.read.values() if bucket.trainable)
 

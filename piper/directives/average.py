@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from piper.directives.base import FRACTION, ChunkDirective, argument, checked_devices, registered, whole
 from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging, OuterStep
-from piper.ir.devices import Devices, show
+from piper.ir.devices import Devices, interned, show
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 
@@ -131,11 +131,11 @@ def first_group(graph: Graph) -> Graph:
         return graph
     by = next(each.title for each in reversed(graph.directives) if each.verb == "average")
     across, counterparts = tuple(group[0] for group in averaging.groups), dict[int, Devices]()
-    first: dict[Devices, Devices] = {}  # equal sets stay one object
+    first: dict[Devices, Devices] = {}
     for node in graph.nodes.values():
         if node.devices and node.devices not in first:
             size = len(node.devices) // len(across)
-            first[node.devices] = node.devices[:size]
+            first[node.devices] = interned(node.devices[:size])
             check_groups(graph, node, len(across), by)
             for place, device in enumerate(first[node.devices]):
                 peers = node.devices[place::size]

@@ -256,10 +256,7 @@ def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
 
 
 def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "group") -> int:
-    """Return how many devices form one group: `ways`, or all. Refuse a number that does not divide them.
-
-    kind: the word for a group in the error.
-    """
+    """Return how many devices form one group: `ways`, or all. Refuse a number that does not divide them."""
     size = len(devices) if ways is None else ways
     if not is_whole(size, 1) or len(devices) % size:
         raise ScheduleError(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -208,11 +209,6 @@ def read_filter(value: object, where: str, key: str, wanted: str) -> At:
     return at(phase, **tags)
 
 
-def is_index(value: object) -> bool:
-    """Return whether a value is one index of a tag."""
-    return is_whole(value, 0)
-
-
 def read_range(value: object) -> range | None:
     """Read {"from": 0, "to": 4}, the indices 0 to 3. None: it is no range, or an empty one."""
     if not isinstance(value, dict) or set(value) != {"from", "to"} or not all(map(is_index, value.values())):
@@ -242,6 +238,7 @@ def checked(test: Callable[[Any], bool], change: Callable[[Any], object] = lambd
     return read
 
 
+is_index = partial(is_whole, least=0)
 LENGTH = re.compile(r"[1-9][0-9]*")  # of the batches that a strategy is for
 read_flag = checked(lambda value: isinstance(value, bool))
 read_word = checked(lambda value: isinstance(value, str) and STREAM.fullmatch(value) is not None)

@@ -117,10 +117,7 @@ NO_POLICY = Policy()
 
 
 def block_rows(rows: int, ways: int, capacity: float | None) -> int:
-    """Return the rows of a block that each of `ways` devices sends to each. 0: blocks have no fixed size.
-
-    rows: what a device sends in all.
-    """
+    """Return the rows of a block that each of `ways` devices sends to each. 0: blocks have no fixed size."""
     return 0 if capacity is None or ways == 1 else min(rows, math.ceil(rows * capacity / ways))
 
 

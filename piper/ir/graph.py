@@ -130,10 +130,7 @@ class Graph:
         return self.policy(node.chunk).mesh(node.devices)
 
     def with_policies(self, nodes: Iterable[Compute], change: Callable[[str, Policy], Policy]) -> "Graph":
-        """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone.
-
-        change: takes a chunk and its policy so far.
-        """
+        """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone."""
         selected: dict[str, dict[Tags, None]] = {}
         for node in nodes:
             selected.setdefault(node.chunk, {})[node.part] = None

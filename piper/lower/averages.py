@@ -1,31 +1,17 @@
 """Groups that train apart: the plans of one group repeated for all, and averages of their parameters."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.ids import SlotId, state_slot
-from piper.ir.node import SlotNode, Update
+from piper.ir.node import SlotNode
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.groups import ChangedDevices, fragments_of
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AverageParameters(SlotNode):
-    """Average what a device trains of a bucket with its counterparts in other groups, when that is due."""
-
-    op = "average"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeParameters(SlotNode):
-    """Merge an average of a bucket that has travelled behind other steps, and begin the next, when due."""
-
-    op = "merge"
 
 
 def add_averages(state: LoweringState) -> LoweringState:
@@ -44,26 +30,28 @@ def add_averages(state: LoweringState) -> LoweringState:
     check_composition(state, averaging, state.graph.directives[by].title)
     edit, residents = SequenceEdit(state), dict(state.residents)
     for place, node in enumerate(state.sequence):
-        for slot in node.writes if isinstance(node, Update) else ():
+        for slot in node.writes if node.op == "update" else ():
             if slot.kind != "param":
                 continue
             bucket, of_optimizer = state.buckets[slot.owner], state_slot(slot.owner)
             before = state.residents[of_optimizer]
-            trained = bucket.update.elements * bucket.precision.sum_itemsize  # in the type of the optimizer
+            trained = bucket.update.elements() * bucket.precision.sum_itemsize  # in the type of the optimizer
             nbytes = before.nbytes + averaging.outer_values * trained
             residents[of_optimizer] = replace(before, nbytes=nbytes)
             slots = (slot, of_optimizer) if averaging.outer_values else (slot,)
             travels = (of_optimizer,) if averaging.overlap else slots
             part, peers = -(-trained // max(1, averaging.overlap)), len(averaging.groups) - 1
-            average = AverageParameters(
-                about=slot.owner, devices=node.devices, reads=travels, writes=travels,
+            where = f"{slot.owner} @{show(node.devices)}"
+            average = SlotNode(
+                op="average", name=f"average[{where}]", devices=node.devices, reads=travels, writes=travels,
                 stream=averaging.stream, origin=(by,), nbytes=2 * part * peers // len(averaging.groups),
             )  # fmt: skip
             if averaging.overlap:
                 edit.before(0, average)
-                merge = MergeParameters(
-                    about=slot.owner, devices=node.devices, reads=slots, writes=slots, origin=(by,)
-                )
+                merge = SlotNode(
+                    op="merge", name=f"merge[{where}]", devices=node.devices, reads=slots, writes=slots,
+                    origin=(by,),
+                )  # fmt: skip
                 edit.after(place, merge)
             else:
                 edit.after(place, average)
@@ -118,9 +106,9 @@ def every_update_is_averaged(state: LoweringState) -> Iterator[str]:
         return
     seen: set[tuple[SlotId, int]] = set()
     for node in reversed(state.sequence):
-        if isinstance(node, AverageParameters | MergeParameters):
+        if node.op in ("average", "merge"):
             seen.update((slot, device) for slot in node.writes for device in node.devices)
-        if isinstance(node, Update):
+        if node.op == "update":
             for slot in node.writes:
                 if slot.kind == "param" and not all((slot, device) in seen for device in node.devices):
                     yield f"{node.name} updates {slot}, which is not averaged after it"

@@ -160,10 +160,7 @@ class HeldParameter:
 
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
-    """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or replicated.
-
-    Gradients are summed along the axes of samples, and along those where they are partial.
-    """
+    """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or whole."""
     placements = (*param.placements, *placement.policy.placements(param.name))
     mesh = refined(placement.mesh, placements)
     shardings = shardings_on(placement.mesh, placements)
@@ -188,11 +185,7 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
 def chunk_buckets(
     chunk: Chunk, params: Iterable[Parameter], placement: ChunkPlacement, narrow: Collection[str]
 ) -> Iterator[Bucket]:
-    """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large.
-
-    Parameters of one bucket have the same dtype and are held by the devices in the same way, and all or none
-    are among `narrow`.
-    """
+    """Yield buckets of a chunk's own parameters, each at most `bucket_mb` large."""
     kinds: dict[tuple[object, ...], list[tuple[Parameter, HeldParameter]]] = {}
     for param in params:
         held = held_by(param, placement)
@@ -223,10 +216,7 @@ def bucket_for(
     param: Parameter,
     held: HeldParameter,
 ) -> Bucket:
-    """Return a bucket that lives on the devices of `placements`, which all have the same devices.
-
-    param: one of its parameters, held as all of them.
-    """
+    """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
     placement = placements[0]
     groups = groups_apart(placement.devices, held.distinct, held.owners)
     # float64 is never rounded.
@@ -262,10 +252,7 @@ def bucket_for(
 def tied_buckets(
     param: Parameter, placements: list[ChunkPlacement], taken: Collection[str]
 ) -> tuple[list[Bucket], list[str]]:
-    """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all.
-
-    Return also why it is not sharded, where a chunk asked for that. taken: the names of other buckets.
-    """
+    """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all."""
     why: list[str] = []
     if len({(each.policy.within, each.policy.optimizer_within) for each in placements}) > 1:
         placements = [unsharded(placement) for placement in placements]

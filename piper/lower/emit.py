@@ -6,13 +6,14 @@ from dataclasses import replace
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, Tags, state_slot
-from piper.ir.node import Transfer
+from piper.ir.node import Compute, Transfer
 from piper.ir.step_sums import step_sums
-from piper.lower.events import PendingInstr, synchronised
+from piper.lower.events import Keeps, synchronised
 from piper.lower.instructions import Emission, emit_transfer, instr_for
 from piper.lower.placements import channels, classes_of, layouts_of
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
+from piper.plan.instr import Instr
 from piper.plan.plan import PlacedChunk, Plan, Plans, Slot
 from piper.plan.prove import prove
 from piper.proof.values import prove_values
@@ -31,6 +32,7 @@ def emit(state: LoweringState) -> LoweringState:
         classes=classes,
         chunks=state.graph.chunks,
         programs=[[] for _ in classes],
+        keeps=[{} for _ in classes],
         class_of={device: number for number, devices in enumerate(classes) for device in devices},
     )
     for node in state.sequence:
@@ -38,12 +40,17 @@ def emit(state: LoweringState) -> LoweringState:
             emit_transfer(emission, node)
         else:
             for number in emission.within(node.devices):
+                if isinstance(node, Compute) and node.keeps:
+                    emission.keeps[number][len(emission.programs[number])] = node.keeps
                 emission.programs[number].append(instr_for(emission, node, number))
     outline = state.graph.outline
     placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
     slices = placement.mesh.slices * parts_of(state.graph, outline.loss.chunk)
     plans = Plans(
-        plans=tuple(plan_of(state, *program) for program in zip(classes, emission.programs, strict=True)),
+        plans=tuple(
+            plan_of(state, *program)
+            for program in zip(classes, emission.programs, emission.keeps, strict=True)
+        ),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
         buckets=state.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
@@ -100,18 +107,18 @@ def device_sets(state: LoweringState) -> Iterator[Devices]:
             yield channel.receivers
 
 
-def plan_of(state: LoweringState, devices: Devices, pending: list[PendingInstr]) -> Plan:
+def plan_of(state: LoweringState, devices: Devices, pending: list[Instr], keeps: Keeps) -> Plan:
     """Return the plan of one program."""
     slots = slots_of(pending, state)
     used = {slot for instr in pending for slot in (*instr.reads, *instr.writes)}
     # A device holds what it uses, and its optimizer state.
     used |= {state_slot(b.name) for b in state.held_buckets.values() if devices[0] in b.devices}
     residents = {name: slot for name, slot in state.residents.items() if name in used}
-    instrs = synchronised(pending, slots)
+    instrs = synchronised(pending, keeps, slots)
     return Plan(devices=devices, instrs=instrs, slots=slots, residents=residents)
 
 
-def slots_of(pending: Iterable[PendingInstr], state: LoweringState) -> dict[SlotId, Slot]:
+def slots_of(pending: Iterable[Instr], state: LoweringState) -> dict[SlotId, Slot]:
     """Return the size of every slot that a program uses within the step."""
     slots: dict[SlotId, Slot] = {}
     for instr in pending:

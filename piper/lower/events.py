@@ -2,35 +2,20 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
-from piper.plan.ops import Op, Payload
 from piper.plan.plan import Slot
 
-
-@dataclass(slots=True, kw_only=True)
-class PendingInstr:
-    """An instruction before its waits and frees are known."""
-
-    op: Op
-    node: str
-    stream: str
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
-    keeps: tuple[SlotId, ...] = ()
-    comm: str | None = None
-    payload: Payload = None
-    nbytes: int = 0
-    workspace: int = 0
+Keeps = Mapping[int, Sequence[SlotId]]  # by place: values that are not read, but whose storage is still used
 
 
 class Accesses:
     """The last writer of each live slot or shared storage, and its readers since, by stream."""
 
-    def __init__(self, slots: Mapping[SlotId, Slot], stream_of: Sequence[int]) -> None:
+    def __init__(self, slots: Mapping[SlotId, Slot], stream_of: Sequence[int], keeps: Keeps) -> None:
+        self._keeps = keeps
         self._stream_of = stream_of  # the stream of each place
         self._shares = {
             name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares
@@ -38,25 +23,26 @@ class Accesses:
         self._writer: dict[SlotId, int] = {}
         self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
 
-    def needed(self, place: int, instr: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
+    def needed(self, place: int, instr: Instr, ending: Sequence[SlotId]) -> set[int]:
         """Return the places on other streams that must be over before this instruction runs and frees."""
-        used = (*instr.reads, *instr.keeps, *instr.writes, *ending)
+        used = (*instr.reads, *self._keeps.get(place, ()), *instr.writes, *ending)
         places = {self._writer[slot] for slot in used if slot in self._writer}
         for slot in (*instr.writes, *ending):
             places.update(self._readers.get(slot, {}).values())
         me = self._stream_of[place]
         return {other for other in places if self._stream_of[other] != me}
 
-    def record(self, place: int, instr: PendingInstr, ending: Sequence[SlotId]) -> None:
+    def record(self, place: int, instr: Instr, ending: Sequence[SlotId]) -> None:
         """Note what an instruction does to its slots and their storages; forget those that end with it."""
         me = self._stream_of[place]
-        for slot in (*instr.reads, *instr.keeps):
+        read = (*instr.reads, *self._keeps.get(place, ()))
+        for slot in read:
             self._readers.setdefault(slot, {})[me] = place
         for slot in instr.writes:
             self._writer[slot] = place
             self._readers.pop(slot, None)
         if self._shares:
-            for slot in (*instr.reads, *instr.keeps, *instr.writes):
+            for slot in (*read, *instr.writes):
                 for storage in self._shares.get(slot, ()):
                     self._readers.setdefault(storage, {})[me] = place
         for slot in ending:
@@ -64,17 +50,17 @@ class Accesses:
             self._readers.pop(slot, None)
 
 
-def synchronised(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
+def synchronised(instrs: Sequence[Instr], keeps: Keeps, slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
     """Return the instructions with their events and frees.
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
     be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
     Where a stream could run ahead and fill the memory, it is held back.
     """
-    freed, dropped = last_uses(instrs, slots)
+    freed, dropped = last_uses(instrs, keeps, slots)
     clock = StreamClock(instr.stream for instr in instrs)
     stream_of = clock.stream_of
-    accesses = Accesses(slots, stream_of)
+    accesses = Accesses(slots, stream_of, keeps)
     paced = paces(instrs, slots)
     waits: list[tuple[int, ...]] = []
     signalled: dict[int, int] = {}
@@ -92,7 +78,7 @@ def synchronised(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -
         clock.issue(place)
         accesses.record(place, instr, ending)
     return tuple(
-        Instr(
+        Instr(  # in half the time that `replace` takes
             op=instr.op,
             node=instr.node,
             stream=instr.stream,
@@ -110,7 +96,7 @@ def synchronised(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -
     )
 
 
-def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
+def paces(instrs: Sequence[Instr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
     """Return the earlier places that an instruction waits for only to limit memory.
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
@@ -149,7 +135,7 @@ def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     return paced
 
 
-def first_readers(instrs: Sequence[PendingInstr]) -> dict[int, int]:
+def first_readers(instrs: Sequence[Instr]) -> dict[int, int]:
     """Return, for each place that receives a value, the first place that reads it."""
     arrived: dict[SlotId, int] = {}
     reader: dict[int, int] = {}
@@ -163,12 +149,12 @@ def first_readers(instrs: Sequence[PendingInstr]) -> dict[int, int]:
 
 
 def last_uses(
-    instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]
+    instrs: Sequence[Instr], keeps: Keeps, slots: Mapping[SlotId, Slot]
 ) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
     """Return, for each place, the slots and the shared storages whose last use is there."""
     last: dict[SlotId, int] = {}
     for place, instr in enumerate(instrs):
-        for slot in (*instr.reads, *instr.keeps, *instr.writes):
+        for slot in (*instr.reads, *keeps.get(place, ()), *instr.writes):
             last[slot] = place
     freed: dict[int, list[SlotId]] = {}
     storages: dict[SlotId, int] = {}

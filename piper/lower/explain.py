@@ -5,11 +5,10 @@ from difflib import get_close_matches
 
 from piper.errors import ConfigError
 from piper.ir.devices import show
-from piper.ir.node import Compute, Node
+from piper.ir.format import listed
+from piper.ir.node import Compute, Node, SlotNode
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
-
-MOST_READERS = 3
 
 
 def explain(state: LoweringState, plans: Plans, name: str) -> str:
@@ -24,7 +23,8 @@ def explain(state: LoweringState, plans: Plans, name: str) -> str:
             hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
     node = nodes[name]
-    lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
+    does = "" if type(node) is SlotNode else f": {(type(node).__doc__ or '').splitlines()[0]}"
+    lines = [f"{name}{does}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
     lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):
@@ -61,8 +61,7 @@ def values(state: LoweringState, node: Node) -> Iterator[str]:
         yield f"  reads    {value} {where}"
     for value in node.writes:
         users = [name for name in readers.get(value, []) if name != node.name]
-        more = f" and {len(users) - MOST_READERS} more" if len(users) > MOST_READERS else ""
-        yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
+        yield f"  writes   {value}" + (f" for {listed(users)}" if users else "")
 
 
 def positions(plans: Plans, name: str) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""The flow of values through a step: what each node reads and writes, for every microbatch.
-
-Also inside regions: collectives of sharded ones, and rows that travel to experts and back.
-"""
+"""The flow of values through a step: what each node reads and writes, for every microbatch."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -9,13 +6,14 @@ from dataclasses import replace
 from piper.ir.chunk import Chunk, Collective, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.chunk_options import block_rows
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SEED, Pass, SlotId, buffer_slot, param_slot
-from piper.ir.mesh import Axis
-from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
+from piper.ir.ids import SEED, Pass, SlotId, buffer_slot, param_slot, show_part
+from piper.ir.mesh import Axis, groups_along
+from piper.ir.node import Compute, Node, SlotNode, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
 from piper.lower.placements import ChunkPlacement, layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import Flow, incoming, input_gradient, outgoing, output_slot, slot_of
+from piper.plan.ops import Collecting, Routing
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -30,11 +28,12 @@ def bind_values(state: LoweringState) -> LoweringState:
     """
     graph = state.graph
     holders = {chunk: placement.devices for chunk, placement in placements_of(graph).items()}
-    residents = {**state.residents, SEED: Slot(nbytes=8)}
+    residents = dict(state.residents)
     values: dict[SlotId, Slot] = {}
     nodes: list[Node] = []
     for layout in layouts_of(graph):
         flow = Flow(state=state, placements=layout.placements, holders=holders, chunks=graph.chunks)
+        flow.residents[SEED] = Slot(nbytes=8)
         for chunk in graph.outline.chunks:
             if not flow.passes_on(chunk):
                 forward(flow, chunk)
@@ -125,6 +124,16 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         index: SEED if (chunk.name, index) == (loss.chunk, loss.index) else outgoing(flow, chunk, index)
         for index in chunk.phases["B"].tangents
     }
+    for position in chunk.phases["B"].grad_inputs:
+        source = flow.resolve(chunk.inputs[position], backward=True)
+        assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
+        name = input_gradient(chunk.name, position)
+        spec = chunk.input_specs[position]
+        flow.specs[name] = spec
+        flow.values[name] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
+        flow.gradients.setdefault((source.chunk, source.index), []).append(
+            (flow.placements[chunk.name], name)
+        )
     if chunk.kind in ("route", "unroute"):
         for phase in IN_FRONT:  # gradients travel back along the path of their rows, by the forward's counts
             reads = (tangents[0], splits_slot(chunk))
@@ -136,16 +145,6 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         for phase in BACKWARD:
             if phase in chunk.phases:
                 compute_backward(flow, chunk, phase, tangents)
-    for position in chunk.phases["B"].grad_inputs:
-        source = flow.resolve(chunk.inputs[position], backward=True)
-        assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
-        name = input_gradient(chunk.name, position)
-        spec = chunk.input_specs[position]
-        flow.specs[name] = spec
-        flow.values[name] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
-        flow.gradients.setdefault((source.chunk, source.index), []).append(
-            (flow.placements[chunk.name], name)
-        )
 
 
 def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int, SlotId]) -> None:
@@ -224,14 +223,15 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                 case Compute():
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
-                case Exchange() | Collect():
-                    assert placed is not None
-                    run = replace(node.run, part=part)
-                    yield replace(node, run=run, origin=placed.origin, reads=reads, writes=writes)
-                case Counts():
-                    yield replace(node, run=replace(node.run, part=part), reads=reads, writes=writes)
-                case Transfer() | Add():
+                case Transfer():
                     yield replace(node, value=node.value.at(part), reads=reads, writes=writes)
+                case SlotNode(payload=Routing() | Collecting() as payload):
+                    name = placed.name if placed else f"counts[{chunk}{show_part(part)}]"
+                    payload = replace(payload, run=replace(payload.run, part=part))
+                    origin = placed.origin if placed else node.origin
+                    yield replace(node, name=name, payload=payload, origin=origin, reads=reads, writes=writes)
+                case SlotNode():
+                    yield replace(node, name=f"add[{writes[0]}]", reads=reads, writes=writes)
 
 
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
@@ -255,17 +255,22 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         block = block_rows(sent, policy.ways, policy.capacity)
         places = 8 * sent + 25 * block * policy.ways  # where each row lies on its way: see `Blocks`
         flow.values[splits] = Slot(nbytes=places if block else 16 * chunk.experts)
-        written = [splits, output_slot(chunk.name, 1)]
+        counted = output_slot(chunk.name, 1)
+        written = [splits, counted]
         if policy.may_overflow:
             written.append(SlotId("overflows", chunk.name))
             flow.values[written[-1]] = Slot(nbytes=1)
-        counts = Counts(
-            run=Pass(phase="F", chunk=chunk.name),
+        axis = experts_of(placement)
+        counts = SlotNode(
+            op="counts",
+            name="",  # that of a microbatch
+            payload=Routing(run=Pass(phase="F", chunk=chunk.name), rows=sent if block else 0, block=block),
             devices=placement.devices,
-            axis=experts_of(placement),
-            stream=placement.policy.exchange_stream,
+            groups=groups_along(placement.devices, (axis,)),
+            stream=policy.exchange_stream,
             reads=(inputs[1],),
             writes=tuple(written),
+            nbytes=flow.size(counted) * (axis.degree - 1) // axis.degree,
             origin=placement.origin,
         )
         flow.templates.append((counts, chunk.name, None))
@@ -278,14 +283,25 @@ def exchange(
 ) -> None:
     """Add one all-to-all of rows within each expert group."""
     placement = flow.placements[chunk.name]
-    node = Exchange(
-        run=Pass(phase=phase, chunk=chunk.name),
+    axis = experts_of(placement)
+    rows = (chunk.outputs if chunk.kind == "unroute" else chunk.input_specs)[0].shape[0]
+    block = block_rows(rows, axis.degree, placement.policy.capacity)
+    travels = flow.size(written)
+    if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
+        travels = max(travels, flow.size(reads[0]))
+    node = SlotNode(
+        op="exchange",
+        name="",
+        payload=Routing(
+            run=Pass(phase=phase, chunk=chunk.name), outward=outward, rows=rows if block else 0, block=block
+        ),
         devices=placement.devices,
-        axis=experts_of(placement),
-        outward=outward,
+        groups=groups_along(placement.devices, (axis,)),
         reads=reads,
         writes=(written,),
         stream=placement.policy.exchange_stream,
+        nbytes=travels * (axis.degree - 1) // axis.degree,
+        workspace=2 * travels if block else 0,
     )
     flow.templates.append((node, chunk.name, phase))
 
@@ -300,13 +316,35 @@ def experts_of(placement: ChunkPlacement) -> Axis:
 def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:
     """Add one phase of a collective: it reads one value and writes one."""
     placement = flow.placements[chunk.name]
-    node = Collect(
-        run=Pass(phase=phase, chunk=chunk.name),
-        devices=placement.devices,
-        axis=placement.mesh.axis(how.axis),
-        how=how,
+    devices, axis = placement.devices, placement.mesh.axis(how.axis)
+    run, alone = Pass(phase=phase, chunk=chunk.name), how.op == "slice"
+    node = SlotNode(
+        op="slice" if alone else "collect",
+        name="",
+        payload=Collecting(run=run, how=how, devices=devices, stride=axis.stride)
+        if alone
+        else Collecting(run=run, how=how),
+        devices=devices,
+        groups=() if alone else groups_along(devices, (axis,)),
         reads=(read,),
         writes=(written,),
-        stream=next(axis.stream for axis in placement.policy.axes if axis.axis == how.axis),
+        nbytes=moved(how, flow.size(read), flow.size(written)),
+        stream=next(held.stream for held in placement.policy.axes if held.axis == how.axis),
     )
     flow.templates.append((node, chunk.name, phase))
+
+
+def moved(how: Collective, read: int, written: int) -> int:
+    """Return the bytes that a device sends for a collective."""
+    n = how.degree
+    match how.op:
+        case "all_gather":
+            return written * (n - 1) // n
+        case "reduce_scatter" | "all_to_all":
+            return read * (n - 1) // n
+        case "all_reduce" | "max":
+            return 2 * read * (n - 1) // n
+        case "shift" | "shift_back":
+            return read
+        case "slice" | "none":
+            return 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import Pass, SlotId, param_slot
-from piper.ir.node import Compute, Gather
+from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, UseRun, computes_by_set, joint_runs, use_runs
 from piper.plan.bucket import Bucket, gathered_nbytes
 from piper.plan.ops import OfBucket
@@ -37,12 +37,13 @@ def add_gathers(state: LoweringState) -> LoweringState:
     edit = SequenceEdit(state)
     for shard, bucket in sharded.items():
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
-        edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
+        gathered = SlotId("whole", bucket.name)
+        edit.values[gathered] = Slot(nbytes=bucket.nbytes + arriving)
         runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
         for joint in joint_runs(runs, lambda run: run.computes[run.users[0]]):
             first = sequence[joint[0].places[0]]
             assert isinstance(first, Compute), "buckets are used by compute nodes"
-            slot = whole(bucket).of_run(first.run)
+            slot = gathered.of_run(first.run)
             ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
             edit.before(ahead, gather_of(bucket, first.run, slot))
             for place in (place for run in joint for place in run.places):
@@ -50,14 +51,15 @@ def add_gathers(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
-def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> Gather:
+def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> SlotNode:
     """Return the gather of a bucket's shards into a slot: for the uses from a pass on, or after an update."""
     how = bucket.gather_for_use if run else bucket.gather_updated
     assert how is not None, "every device has all of it"
     size = len(how.groups[0])
     gathered = gathered_nbytes(bucket) if how.gets == "whole" else bucket.elements(how.gets) * bucket.itemsize
-    return Gather(
-        about=f"{bucket.name} for {run or 'update'}",
+    return SlotNode(
+        op="gather",
+        name=f"gather[{bucket.name} for {run or 'update'}]",
         devices=bucket.devices,
         groups=how.groups,
         reads=(param_slot(bucket.name),),
@@ -87,8 +89,3 @@ def ahead_of(run: UseRun, reads_shards: Sequence[bool]) -> int:
     """
     before = max(0, run.users[0] - 1)
     return run.computes[before if reads_shards[before] else max(0, before - 1)]
-
-
-def whole(bucket: Bucket) -> SlotId:
-    """Return the slot of a bucket's gathered parameters."""
-    return SlotId("whole", bucket.name)

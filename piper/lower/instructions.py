@@ -1,31 +1,17 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
-from piper.ir.chunk import Chunk, Collective
-from piper.ir.chunk_options import block_rows
+from piper.ir.chunk import Chunk
 from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import SlotId
-from piper.ir.mesh import groups_along
-from piper.ir.node import (
-    COMPUTE_STREAM,
-    Accumulate,
-    Collect,
-    Compute,
-    Counts,
-    Exchange,
-    Mirror,
-    Node,
-    Reduce,
-    SlotNode,
-    Transfer,
-)
-from piper.lower.events import PendingInstr
+from piper.ir.node import COMPUTE_STREAM, Compute, Reduce, SlotNode, Transfer
 from piper.lower.placements import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Adding, Collecting, OfBucket, Op, Payload, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import OfBucket, Op, Payload, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
 
@@ -37,7 +23,8 @@ class Emission:
     state: LoweringState
     classes: list[Devices]
     chunks: dict[str, Chunk]
-    programs: list[list[PendingInstr]]
+    programs: list[list[Instr]]
+    keeps: list[dict[int, tuple[SlotId, ...]]]  # of each program, by place: values whose storage is used
     class_of: dict[int, int]  # device -> the number of its class
     comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
     pairs: dict[str, Comm] = field(default_factory=dict)
@@ -78,44 +65,49 @@ class Emission:
         return self.comm_names[key][1]
 
 
-def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
+def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Instr:
     """Return the instruction of a node on one class of its devices."""
-    instr = PendingInstr(
-        op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
+    if isinstance(node, Compute):
+        return Instr(
+            op="compute",
+            node=node.name,
+            stream=node.stream,
+            reads=node.reads,
+            writes=node.writes,
+            payload=node.run,
+            workspace=compute_workspace(emission, node, number),
+        )
+    instr = Instr(
+        op=cast(Op, node.op),
+        node=node.name,
+        stream=COMPUTE_STREAM if node.op == "slice" else node.stream,
+        reads=node.reads,
+        writes=node.writes,
+        comm=emission.comm(node.groups, node.stream) if node.groups else None,
+        payload=cast(Payload, node.payload),
+        nbytes=node.nbytes,
+        workspace=node.workspace,
     )
-    match node:
-        case Compute():
-            instr.payload, instr.keeps = node.run, node.keeps
-            instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
-            note_gradients(emission, node, instr, number)
-        case Accumulate():
-            instr.op, instr.payload = "accumulate", Adding(run=node.run)
-            if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-                # The sum begins in the memory of its first term.
-                instr.workspace = -emission.size(node.reads[0])
-            emission.begun.add((number, node.writes[0]))
-        case SlotNode():
-            instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
-            instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
-            if node.groups:
-                instr.comm = emission.comm(node.groups, node.stream)
-        case Counts() | Exchange():
-            fill_exchange(emission, node, instr)
-        case Collect():
-            fill_collective(emission, node, instr)
-        case Reduce():
-            fill_reduction(emission, node, instr, number)
-        case Mirror():
-            fill_mirror(emission, node, instr, number)
-        case _:
-            raise AssertionError("transfers have two sides")
+    if isinstance(node, Reduce):
+        return (tied_sum if node.run is None else reduction)(emission, node, instr, number)
+    if node.op == "accumulate":
+        emission.begun.add((number, node.writes[0]))
+        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
+            # The sum begins in the memory of its first term.
+            return replace(instr, workspace=-emission.size(node.reads[0]))
+    if node.op == "mirror":
+        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+        reads = tuple(slot for slot in node.reads if slot in copied)
+        nbytes = sum(copied[slot] for slot in reads)
+        return replace(instr, reads=reads, nbytes=nbytes, workspace=2 * min(nbytes, MIRRORED))
     return instr
 
 
-def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, number: int) -> None:
-    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors."""
+def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
+    """Return the workspace of a phase, and note its gradients, and which compiled code writes flat."""
     # A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
     spec = emission.chunks[node.chunk].phases[node.phase]
+    workspace = spec.workspace
     for slot in node.writes:
         if slot.kind in ("gradient", "grad"):
             emission.given.add((number, slot))
@@ -126,106 +118,57 @@ def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, numbe
                     emission.begun.add((number, slot))
                 apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
                 itemsize = emission.state.buckets[slot.owner].itemsize
-                instr.workspace += sum(piece.numel for piece in apart) * itemsize
+                workspace += sum(piece.numel for piece in apart) * itemsize
+    return workspace
 
 
-def fill_mirror(emission: Emission, node: Mirror, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction that gives a device's copies of its state to the next device of its group."""
-    instr.op, instr.comm = "mirror", emission.comm(node.groups, node.stream)
-    copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
-    instr.reads = tuple(slot for slot in node.reads if slot in copied)
-    instr.nbytes = sum(copied[slot] for slot in instr.reads)
-    instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
-
-
-def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
-    """Fill in the instruction of a collective over the groups of devices along its axis."""
-    if node.how.op == "slice":
-        instr.op, instr.stream = "slice", COMPUTE_STREAM
-        instr.payload = Collecting(run=node.run, how=node.how, devices=node.devices, stride=node.axis.stride)
-        return
-    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
-    instr.op, instr.payload = "collect", Collecting(run=node.run, how=node.how)
-    instr.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
-
-
-def moved(how: Collective, read: int, written: int) -> int:
-    """Return the bytes that a device sends for a collective."""
-    n = how.degree
-    match how.op:
-        case "all_gather":
-            return written * (n - 1) // n
-        case "reduce_scatter" | "all_to_all":
-            return read * (n - 1) // n
-        case "all_reduce" | "max":
-            return 2 * read * (n - 1) // n
-        case "shift" | "shift_back":
-            return read
-        case "slice" | "none":
-            return 0
-
-
-def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingInstr) -> None:
-    """Fill in the instruction of an all-to-all within each expert group: of row counts, or of rows."""
-    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
-    degree = node.axis.degree
-    marker, capacity = emission.chunks[node.run.chunk], emission.state.graph.policy(node.run.chunk).capacity
-    rows = (marker.outputs if marker.kind == "unroute" else marker.input_specs)[0].shape[0]
-    block = block_rows(rows, degree, capacity)
-    outward = isinstance(node, Counts) or node.outward
-    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block, outward=outward)
-    if isinstance(node, Counts):
-        instr.op, instr.nbytes = "counts", emission.size(node.writes[1]) * (degree - 1) // degree
-        return
-    instr.op, instr.nbytes = "exchange", emission.size(node.writes[0]) * (degree - 1) // degree
-    if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
-        travels = max(emission.size(slot) for slot in (node.reads[0], node.writes[0]))
-        instr.nbytes, instr.workspace = travels * (degree - 1) // degree, 2 * travels
-
-
-def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a reduction of a bucket."""
+def reduction(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
+    """Return the instruction of a reduction of a bucket."""
     bucket = emission.state.buckets[node.bucket]
-    instr.payload = OfBucket(bucket=node.bucket, run=node.run)
-    if node.run is None:
-        fill_tied_sum(emission, node, instr, number)
-        return
     how = next(each for each in bucket.reductions if each.among == node.among)
-    scatters = how.gives != how.gets
-    instr.op = "reduce_scatter" if scatters else "all_reduce"
-    instr.comm, size = emission.comm(how.groups, node.stream), len(how.groups[0])
-    given = bucket.elements(how.gives)
+    scatters, size = how.gives != how.gets, len(how.groups[0])
+    given, reads = bucket.elements(how.gives), node.reads
     moved = given * bucket.precision.travel_itemsize * (size - 1) // size
     if cloned := bucket.cloned(how):
         moved = cloned * bucket.precision.travel_itemsize
-    instr.nbytes = moved if scatters else 2 * moved
-    if node.among:
-        instr.workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
-        return
-    here = (number, node.reads[0])
-    summed, written = here in emission.begun, here in emission.given
-    if scatters:
-        flat = summed or here in emission.flat
-        instr.workspace = scatter_workspace(bucket, node, flat=flat, given=written)
-    else:
-        instr.workspace = cast_workspace(bucket, given)
-    if not (summed or (written and scatters)):
-        instr.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
+    if not node.among:
+        here = (number, node.reads[0])
+        summed, written = here in emission.begun, here in emission.given
+        if scatters:
+            flat = summed or here in emission.flat
+            workspace = scatter_workspace(bucket, node, flat=flat, given=written)
+        if not (summed or (written and scatters)):
+            reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    return replace(
+        instr,
+        op="reduce_scatter" if scatters else "all_reduce",
+        payload=OfBucket(bucket=node.bucket, run=node.run),
+        reads=reads,
+        comm=emission.comm(how.groups, node.stream),
+        nbytes=moved if scatters else 2 * moved,
+        workspace=workspace,
+    )
 
 
-def fill_tied_sum(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a sum over the copies of a tied parameter, of which each device has one."""
+def tied_sum(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
+    """Return the instruction of a sum over the copies of a tied parameter, of which each device has one."""
     family = emission.state.buckets[node.bucket].family(emission.state.buckets)
     device = emission.classes[number][0]
     mine = next(member for member in family if device in member.devices)
     copies = columns([member.devices for member in family])
-    instr.op = "all_reduce"
-    instr.comm, size = emission.comm(copies, node.stream), len(copies[0])
-    slot = mine.gradient()
-    instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
+    slot, size = mine.gradient(), len(copies[0])
     elements = emission.size(slot) // mine.precision.sum_itemsize
-    instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
-    instr.workspace = cast_workspace(mine, elements)
+    return replace(
+        instr,
+        op="all_reduce",
+        payload=OfBucket(bucket=node.bucket),
+        comm=emission.comm(copies, node.stream),
+        reads=tuple(s for s in node.reads if s == slot),
+        writes=(slot,),
+        nbytes=2 * elements * mine.precision.travel_itemsize * (size - 1) // size,
+        workspace=cast_workspace(mine, elements),
+    )
 
 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
@@ -266,7 +209,7 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
         if comm is not None and comm not in emission.pairs:
             pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
             emission.pairs[comm] = Comm(name=comm, kind="pairs", groups=pairs)
-        send = PendingInstr(
+        send = Instr(
             op="copy" if channel.local else "send",
             node=name,
             stream=COMPUTE_STREAM if channel.local else f"{prefix}send",
@@ -280,20 +223,13 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
             emission.programs[at].append(send)
         receivers = emission.within(channel.receivers)
         if not channel.local:
-            recv = PendingInstr(
-                op="recv",
-                node=name,
-                stream=f"{prefix}recv",
-                reads=(),
-                writes=arrived,
-                comm=comm,
-                nbytes=nbytes,
-            )
+            stream = f"{prefix}recv"
+            recv = Instr(op="recv", node=name, stream=stream, writes=arrived, comm=comm, nbytes=nbytes)
             for at in receivers:
                 emission.programs[at].append(recv)
         if pieces > 1:
             in_pieces |= dict.fromkeys(receivers, pieces)
     for at, pieces in in_pieces.items():
         reads = tuple(node.writes[0].of_piece(number) for number in range(pieces))
-        join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
+        join = Instr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.programs[at].append(join)

@@ -29,7 +29,7 @@ from piper.lower.step_end import (
     add_updates,
     every_field_is_loaded,
     every_gradient_is_applied,
-    every_value_is_where_it_is_read,
+    every_sum_is_added_up,
 )
 from piper.lower.validate import drop_idle_nodes, every_node_has_a_place_and_a_phase
 from piper.plan.plan import Plans
@@ -46,7 +46,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_gathers, sharded_parameters_are_gathered),
     (add_reductions, every_gradient_is_reduced),
     (add_tied_sums, every_tied_copy_is_summed),
-    (add_losses, every_value_is_where_it_is_read),
+    (add_losses, every_sum_is_added_up),
     (add_loads, every_field_is_loaded),
     (add_offloads, offloaded_values_come_back),
     (add_updates, every_gradient_is_applied),

@@ -12,7 +12,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind, Tags, param_slot, state_slot
-from piper.ir.node import Compute, Node, SlotNode, Transfer, Update
+from piper.ir.node import Compute, Node, SlotNode, Transfer
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
@@ -21,28 +21,6 @@ KINDS: tuple[SlotKind, ...] = ("output", "saved", "kept", "carried")
 BUNDLES: tuple[SlotKind, ...] = ("saved", "kept", "carried")
 TOO_SMALL = "they are too small"
 SLACK = 1  # compute nodes between both copies at least: without one, no memory is gained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOut(SlotNode):
-    """Copy values to memory of the host. Their memory on the device is free when the copy is over."""
-
-    op = "offload"
-
-    @property
-    def name(self) -> str:
-        return f"offload[{f'{self.about} @{show(self.devices)}' if self.about else self.reads[0]}]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyBack(SlotNode):
-    """Copy values from memory of the host back to the device, ahead of their next use."""
-
-    op = "fetch"
-
-    @property
-    def name(self) -> str:
-        return f"fetch[{f'{self.about} @{show(self.devices)}' if self.about else self.writes[0]}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +90,7 @@ def offloaded_values_come_back(state: LoweringState) -> Iterator[str]:
             if value in gone:
                 yield f"{node.name} reads {value}, which {gone[value]} has copied out"
             waiting.pop(value, None)
-        if isinstance(node, CopyOut):
+        if node.op == "offload":
             gone |= dict.fromkeys(node.reads, node.name)
             waiting |= dict.fromkeys(node.writes, node.name)
     for value, name in waiting.items():
@@ -120,22 +98,16 @@ def offloaded_values_come_back(state: LoweringState) -> Iterator[str]:
 
 
 def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[Family]:
-    """Return the values that backwards or recomputed forwards of the selected chunks read, with their uses.
+    """Return the values that the selected chunks read again, and those that share memory with them.
 
     What eager autograd holds on to cannot be moved: neither what such a chunk saves, nor its inputs.
     """
     eager = {chunk.name for chunk in state.graph.outline.chunks if chunk.kept_inputs}
     fixed = {value for node in state.sequence if isinstance(node, Compute) for value in node.keeps}
-    wanted: dict[SlotId, str] = {}
-    for node in state.sequence:
-        if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:
-            for value in node.reads:
-                if value.kind in KINDS and value not in state.residents:
-                    wanted.setdefault(value, node.chunk)
+    wanted = wanted_by(state, asked)
     families: list[Family] = []
     known: dict[SlotId, Family] = {}  # by value and by storage
-    for node in state.sequence:
-        mine: list[Family] = []
+    for place, node in enumerate(state.sequence):
         for value in node.writes:
             slot = state.values.get(value.base)
             if slot is None or value.kind not in KINDS or (value not in wanted and not slot.shares):
@@ -146,13 +118,15 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
                 devices = node.target if isinstance(node, Transfer) else node.devices
                 chunk = wanted.get(value, "")
                 family = Family([], devices, asked[chunk] if chunk else next(iter(asked.values())), chunk)
-                mine.append(family)
+                families.append(family)
             elif not family.chunk and value in wanted:
                 family.chunk, family.asked = wanted[value], asked[wanted[value]]
             family.values.append(value)
             known |= dict.fromkeys(keys, family)
-        families += mine
-    families = [
+        for value in (*node.writes, *node.reads):
+            if value in known:
+                known[value].uses.setdefault(value, []).append(place)
+    return [
         family
         for family in families
         if family.chunk
@@ -160,24 +134,21 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
         and not any(value.owner in eager and value.kind in BUNDLES for value in family.values)
         and not any(state.values[value.base].dynamic for value in family.values)
     ]
-    find_uses(state.sequence, families)
-    return families
 
 
-def find_uses(sequence: Sequence[Node], families: Sequence[Family]) -> None:
-    """Note the places that write or read the values of each family."""
-    owner = {value: family for family in families for value in family.values}
-    for place, node in enumerate(sequence):
-        for value in (*node.writes, *node.reads):
-            if value in owner:
-                owner[value].uses.setdefault(value, []).append(place)
+def wanted_by(state: LoweringState, asked: Mapping[str, HostCopies]) -> dict[SlotId, str]:
+    """Return the values that backwards or recomputed forwards of the selected chunks read, by chunk."""
+    wanted: dict[SlotId, str] = {}
+    for node in state.sequence:
+        if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:
+            for value in node.reads:
+                if value.kind in KINDS and value not in state.residents:
+                    wanted.setdefault(value, node.chunk)
+    return wanted
 
 
 def absences_of(family: Family, computes: list[int]) -> Iterator[Away]:
-    """Yield the times between two uses that are long enough for both copies.
-
-    computes: the places of the compute nodes of the family's devices.
-    """
+    """Yield the times between two uses that are long enough for both copies."""
     ahead = family.asked.ahead
     places = sorted({place for uses in family.uses.values() for place in uses})
     for last, following in pairwise(places):
@@ -204,17 +175,17 @@ def add_copies(edit: SequenceEdit, together: list[tuple[Family, list[Away]]]) ->
 
     values = tuple(value for _, absences in together for value in absences[0].values)
     hosts = tuple(map(on_host, values))
-    out = CopyOut(
-        devices=family.devices, reads=values, writes=hosts, nbytes=nbytes(hosts), stream=f"{stream}.out",
-        origin=origin,
+    out = SlotNode(
+        op="offload", name=f"offload[{values[0]}]", devices=family.devices, reads=values, writes=hosts,
+        nbytes=nbytes(hosts), stream=f"{stream}.out", origin=origin,
     )  # fmt: skip
     edit.after(turns[0].out, out, rank=turns[0].last)
     for turn, away in enumerate(turns):
         values = tuple(value for _, absences in together for value in absences[turn].values)
         hosts, returned = tuple(map(on_host, values)), tuple(fetched(value, turn) for value in values)
-        back = CopyBack(
-            devices=family.devices, reads=hosts, writes=returned, nbytes=nbytes(hosts), stream=f"{stream}.in",
-            origin=origin,
+        back = SlotNode(
+            op="fetch", name=f"fetch[{returned[0]}]", devices=family.devices, reads=hosts, writes=returned,
+            nbytes=nbytes(hosts), stream=f"{stream}.in", origin=origin,
         )  # fmt: skip
         edit.before(away.back, back, rank=away.next)
         for member, absences in together:
@@ -267,10 +238,7 @@ def check_something(
     moving: Collection[str],
     stayed: Mapping[str, Collection[str]],
 ) -> None:
-    """Refuse a directive that selects no region with activations that can be offloaded.
-
-    moving: the chunks that have some. stayed: why others of a chunk are not.
-    """
+    """Refuse a directive that selects no region with activations that can be offloaded."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
         mine = [family for family in families if family.asked.by == by]
@@ -308,7 +276,11 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
     if not asked or not state.settings.trains:
         return state
     check_state(state, asked)
-    updates = {place: node for place, node in enumerate(state.sequence) if isinstance(node, Update)}
+    updates = {
+        place: node
+        for place, node in enumerate(state.sequence)
+        if isinstance(node, SlotNode) and node.op == "update"
+    }
     computes = computes_by_set(state.sequence, {node.devices for node in updates.values()})
     edit = SequenceEdit(state)
     for place, node in updates.items():
@@ -335,42 +307,46 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
     seen: dict[SlotId, list[str]] = {}
     for node in state.sequence:
-        slot = node.writes[-1] if isinstance(node, CopyBack | CopyOut) else None
-        if isinstance(node, Update) and node.about:
-            slot = state_slot(node.about)
-        if slot is not None:
-            seen.setdefault(slot, []).append(type(node).__name__)
+        slot = node.writes[-1] if node.writes else None
+        if slot is not None and slot.kind == "fetched" and node.op == "update":
+            slot = state_slot(node.writes[0].owner)
+        if slot is not None and node.op in ("update", "offload", "fetch"):
+            seen.setdefault(slot, []).append(node.op)
     away = {slot for slot, size in state.residents.items() if slot.kind == "state" and size.host}
     if state.settings.trains:
         for slot in away:
             once = len(seen.get(slot, ())) // 3
-            if not once or sorted(seen[slot]) != sorted(["CopyBack", "Update", "CopyOut"] * once):
+            if not once or sorted(seen[slot]) != sorted(["fetch", "update", "offload"] * once):
                 yield f"{slot} is on the host, and copied or updated only by {seen.get(slot, [])}"
 
 
 def streamed(
-    state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
-) -> tuple[CopyBack, Update, CopyOut]:
+    state: LoweringState, node: SlotNode, bucket: Bucket, how: HostCopies
+) -> tuple[SlotNode, SlotNode, SlotNode]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
     on_host, here = state_slot(bucket.name), fetched(state_slot(bucket.name), 0)
     nbytes, origin = state.residents[on_host].host, (how.by,)
     updated = part_of(node, (param_slot(bucket.name),))
+    where = f"@{show(node.devices)}"
     updated = replace(
-        updated, reads=(*updated.reads, here), writes=(*updated.writes, here), about=bucket.name
+        updated,
+        name=f"update[{bucket.name} {where}]",
+        reads=(*updated.reads, here),
+        writes=(*updated.writes, here),
     )
     # The state is not complete on the host until the last copy: what copies it elsewhere comes before.
-    back = CopyBack(
-        about=on_host, devices=node.devices, reads=(on_host,), writes=(here, on_host),
-        stream=f"{how.stream}.in", nbytes=nbytes, origin=origin,
+    back = SlotNode(
+        op="fetch", name=f"fetch[{on_host} {where}]", devices=node.devices, reads=(on_host,),
+        writes=(here, on_host), stream=f"{how.stream}.in", nbytes=nbytes, origin=origin,
     )  # fmt: skip
-    out = CopyOut(
-        about=on_host, devices=node.devices, reads=(here,), writes=(on_host,),
-        stream=f"{how.stream}.out", nbytes=nbytes, origin=origin,
+    out = SlotNode(
+        op="offload", name=f"offload[{on_host} {where}]", devices=node.devices, reads=(here,),
+        writes=(on_host,), stream=f"{how.stream}.out", nbytes=nbytes, origin=origin,
     )  # fmt: skip
     return back, updated, out
 
 
-def part_of(node: Update, params: tuple[SlotId, ...]) -> Update:
+def part_of(node: SlotNode, params: tuple[SlotId, ...]) -> SlotNode:
     """Return the update of some of the buckets of an update."""
     given = dict(zip(node.writes, node.reads, strict=False))  # the sums of the step come after the gradients
     return replace(

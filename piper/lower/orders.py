@@ -10,7 +10,7 @@ from piper.ir.chunk import Output, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import SELECTED, Graph, Ordering
 from piper.ir.ids import Pass, SlotId
-from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
+from piper.ir.node import Node, compute_name
 from piper.lower.placements import classes_of, first_nodes, layouts_of
 from piper.lower.state import LoweringState, Temporal
 
@@ -77,16 +77,15 @@ def chain_groups(
         yield from chain_on_device(by, [members for members in here if members])
 
 
-def existing(group: Iterable[Pass], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
+def existing(group: Iterable[Pass], nodes: dict[str, Node]) -> Iterator[Node]:
     """Yield the nodes of a group. A backward that was split later stands for its two halves."""
     for step in group:
         for phase in SELECTED[step.phase]:
-            node = nodes.get(compute_name(step.chunk, phase, step.part))
-            if isinstance(node, Compute | Exchange | Collect):
-                yield node
+            if (name := compute_name(step.chunk, phase, step.part)) in nodes:
+                yield nodes[name]
 
 
-def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchange | Collect]]) -> None:
+def check_devices_met(graph: Graph, by: int, groups: list[list[Node]]) -> None:
     """Refuse an order whose neighbouring groups share no device: an order holds on one device only."""
     seen: set[int] = set()
     for place, members in enumerate(groups):
@@ -106,7 +105,7 @@ def check_devices_met(graph: Graph, by: int, groups: list[list[Compute | Exchang
         seen = here
 
 
-def chain_on_device(by: int, groups: list[list[Compute | Exchange | Collect]]) -> Iterator[Temporal]:
+def chain_on_device(by: int, groups: list[list[Node]]) -> Iterator[Temporal]:
     """Yield edges between consecutive groups, from the last nodes of one to the first of the next."""
     for before, after in itertools.pairwise(groups):
         for first in ends(before):
@@ -114,10 +113,8 @@ def chain_on_device(by: int, groups: list[list[Compute | Exchange | Collect]]) -
                 yield (first.name, then.name, by)
 
 
-def ends(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
+def ends(members: list[Node]) -> list[Node]:
     """Return the members of a group whose results no other member reads."""
-    if len(members) == 1:
-        return members
     readers: dict[SlotId, set[str]] = {}
     for node in members:
         for value in node.reads:
@@ -126,10 +123,8 @@ def ends(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange
     return [node for node in members if not any(readers.get(v, set()) - {node.name} for v in node.writes)]
 
 
-def starts(members: list[Compute | Exchange | Collect]) -> list[Compute | Exchange | Collect]:
+def starts(members: list[Node]) -> list[Node]:
     """Return the members of a group that read no other member's result."""
-    if len(members) == 1:
-        return members
     writer = {value: node.name for node in members for value in node.writes}
     return [
         node for node in members if all(writer.get(value, node.name) == node.name for value in node.reads)

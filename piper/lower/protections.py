@@ -7,18 +7,11 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import Protection, StateCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, buffer_slot, param_slot, state_slot
-from piper.ir.node import Mirror, Norm, SlotNode
+from piper.ir.node import SlotNode
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.plan import Slot
 from piper.plan.updates import Ownership, Share
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyState(SlotNode):
-    """Copy what a device owns of a bucket, or the buffers of a chunk, into memory that outlives workers."""
-
-    op = "protect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +38,7 @@ def add_protections(state: LoweringState) -> LoweringState:
         return state
     written = {value for node in state.sequence for value in node.writes if value in state.residents}
     edit = SequenceEdit(state)
-    sent: list[CopyState] = []
+    sent: list[SlotNode] = []
     chosen: dict[object, tuple[Devices, Devices]] = {}  # equal layers are kept by the same devices
     for copying in (*buffer_copies(state, written), *bucket_copies(state, written)):
         by = protected_by(state, copying)
@@ -54,14 +47,15 @@ def add_protections(state: LoweringState) -> LoweringState:
         keep, send = chosen[copying.owned_as]
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
-                node = CopyState(
-                    about=copying.what, devices=devices, reads=copying.slots, writes=slots,
-                    stream=by.stream, origin=(by.by,), nbytes=copying.nbytes,
+                node = SlotNode(
+                    op="protect", name=f"protect[{copying.what} @{show(devices)}]", devices=devices,
+                    reads=copying.slots, writes=slots, stream=by.stream, origin=(by.by,),
+                    nbytes=copying.nbytes,
                 )  # fmt: skip
                 edit.before(0, node)
                 sent += [node] if slots else []
     if sent:  # late, so that a host that issues all streams has issued the rest of the step before it waits
-        end = next(place for place, node in enumerate(state.sequence) if isinstance(node, Norm))
+        end = next(place for place, node in enumerate(state.sequence) if node.op == "norm")
         edit.before(end, mirror(state, asked, sent))
     edit.values |= {slot: Slot(nbytes=0) for node in sent for slot in node.writes}  # it lies on the host
     return edit.apply()
@@ -73,7 +67,7 @@ def everything_written_is_copied(state: LoweringState) -> Iterator[str]:
         return
     copied: set[SlotId] = set()
     for node in state.sequence:
-        if isinstance(node, CopyState):
+        if node.op == "protect":
             copied.update(node.reads)
         for slot in node.writes:
             if slot.kind in ("param", "buffer") and slot in state.residents and slot not in copied:
@@ -151,7 +145,7 @@ def protected_by(state: LoweringState, copying: Copying) -> StateCopies:
     return copies
 
 
-def mirror(state: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:
+def mirror(state: LoweringState, asked: Protection, sent: list[SlotNode]) -> SlotNode:
     """Return the node in which each device gives its copies to the next machine or device of a ring."""
     everyone = state.graph.devices()
     domains = list(asked.domains(everyone).values())
@@ -165,11 +159,12 @@ def mirror(state: LoweringState, asked: Protection, sent: list[CopyState]) -> Mi
             },
             hint="use as many devices on each machine, and two machines at least, or copies=0",
         )
-    return Mirror(
+    return SlotNode(
+        op="mirror",
+        name=f"mirror[@{show(everyone)}]",
         devices=everyone,
         groups=tuple(zip(*domains, strict=True)),
         reads=tuple(dict.fromkeys(slot for node in sent for slot in node.writes)),
-        writes=(),
         stream=sent[0].stream,
         origin=sent[0].origin,
     )

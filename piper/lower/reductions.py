@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from piper.ir.devices import Devices, columns
+from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import SlotId, Tags
-from piper.ir.node import Accumulate, Compute, Reduce
+from piper.ir.node import Compute, Reduce, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
@@ -95,14 +95,18 @@ def accumulate(
             edit.add_to(place, value, total)
             return
     begun.setdefault(source.devices, True)
+    run = pass_at(edit.sequence, place)
     for devices, reads in ((fresh, (value,)), (older, (value, total))):
         if devices:
-            node = Accumulate(
-                run=pass_at(edit.sequence, place),
+            # Of sets that overlap, some begin a sum where others add: a tied parameter, or microbatches.
+            some = f" @{show(devices)}" if fresh and older else ""
+            node = SlotNode(
+                op="accumulate",
+                name=f"accumulate[{run} into {total}{some}]",
+                payload=run,
                 devices=devices,
                 reads=reads,
                 writes=(total,),
-                some=bool(fresh and older),  # of sets that overlap: a tied parameter, or microbatches
                 origin=source.origin,
             )
             edit.after(place, node, rank=place)
@@ -127,14 +131,16 @@ def reduce_gradient(
     behind: the place after which it is issued.
     """
     first, *outer = bucket.reductions
+    run = pass_at(edit.sequence, place)
     for step in (first, *(outer if last else ())):
         result = bucket.gradient(step.gets)
         if step.gives != step.gets:
             edit.values[result] = Slot(nbytes=bucket.elements(step.gets) * bucket.precision.sum_itemsize)
         given = value if step is first else bucket.gradient(step.gives)
         node = Reduce(
+            name=f"reduce[{bucket.name}{step.among and ' '}{step.among} after {run}]",
             bucket=bucket.name,
-            run=pass_at(edit.sequence, place),
+            run=run,
             devices=bucket.devices,
             among=step.among,
             reads=(given, result) if again and step is first else (given,),
@@ -223,6 +229,7 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
         devices = tuple(device for column in columns([b.devices for b in family]) for device in column)
         edit.append(
             Reduce(
+                name=f"reduce[{bucket.name} after tied]",
                 bucket=bucket.name,
                 run=None,
                 devices=devices,

@@ -12,12 +12,11 @@ from itertools import pairwise
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.ids import SlotId
-from piper.ir.node import COMPUTE_STREAM, Collect, Compute, Exchange, Node, Transfer
+from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
-from piper.plan.prove import in_order, number_before, shortest_path
+from piper.plan.prove import in_order, number_before, shortest_circle
 
-SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
 FLOPS = 2e14  # a current accelerator's, about
@@ -97,15 +96,7 @@ def connect(state: LoweringState) -> PrecedenceGraph:
 
 def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
     """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
-    best: list[int] = []
-    stuck = on_cycles(graph, stuck)
-    closing = [pair for pair in graph.asked_by if pair[0] in stuck and pair[1] in stuck]
-    for tries, (first, then) in enumerate(closing):
-        if best and (tries >= SEARCHED or len(best) == 2):
-            break
-        path = shortest_path(graph.followers, then, (first,), stuck, len(best) or len(graph.nodes))
-        if path and (not best or len(path) < len(best)):
-            best = path
+    best = shortest_circle(graph.followers, stuck)
     # The order of the latest directive closes the cycle.
     latest = max(range(len(best)), key=lambda i: graph.asked_by.get((best[i - 1], best[i]), -1))
     best = best[latest:] + best[:latest]
@@ -127,17 +118,6 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
         facts=facts,
         hint=f"put {graph.nodes[then].name} first, or order only one of them",
     )
-
-
-def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
-    """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
-    before: list[list[int]] = [[] for _ in graph.nodes]
-    for i in stuck:
-        for j in graph.followers[i]:
-            if j in stuck:
-                before[j].append(i)
-    _, remaining = in_order(before)
-    return remaining
 
 
 def priority_of(node: Node, tail: float, i: int) -> Priority:
@@ -220,6 +200,6 @@ def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slo
     if isinstance(node, Compute):
         spec = chunks[node.chunk].phases[node.phase]
         return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
-    if isinstance(node, Transfer | Exchange | Collect):
+    if node.op in ("transfer", "exchange", "collect", "slice"):
         return LATENCY + values[node.writes[0].base].nbytes / LINK
     return LATENCY

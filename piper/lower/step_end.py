@@ -1,11 +1,11 @@
 """The start and the end of a step: batch fields loaded at first use, then losses, norms and updates."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper.ir.devices import Devices, show
 from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot, show_part
-from piper.ir.node import Broadcast, Compute, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
+from piper.ir.node import Compute, SlotNode, Transfer
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
 from piper.lower.gathers import gather_of
@@ -18,30 +18,24 @@ from piper.plan.ops import Field, OfBucket, OfChunk
 from piper.plan.plan import Slot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reshard(SlotNode):
-    """Give slices of gradients to the devices that update parameters in full, or slices of these back."""
-
-    op = "reshard"
-
-    @classmethod
-    def of(cls, bucket: Bucket, source: SlotId, target: SlotId) -> "Reshard":
-        """Return the node that reshards a gradient into full ones, or the updated parameters into slices."""
-        back = source == target
-        itemsize = bucket.itemsize if back else bucket.precision.sum_itemsize
-        slices, full = bucket.elements() * itemsize, bucket.update.elements * itemsize
-        return cls(
-            about=f"{bucket.name} {'from' if back else 'for'} update",
-            devices=bucket.devices,
-            groups=bucket.slices,
-            payload=OfBucket(bucket=bucket.name),
-            reads=(source,),
-            writes=(target,),
-            stream=bucket.gather_stream if back else bucket.reduce_stream,
-            nbytes=slices * (bucket.slice_count - 1) // bucket.slice_count,
-            workspace=full + (slices if back else 0),  # what is sent, or what arrives
-            origin=bucket.origin,
-        )
+def reshard(bucket: Bucket, source: SlotId, target: SlotId) -> SlotNode:
+    """Return the node that reshards a gradient into full ones, or the updated parameters into slices."""
+    back = source == target
+    itemsize = bucket.itemsize if back else bucket.precision.sum_itemsize
+    slices, full = bucket.elements() * itemsize, bucket.update.elements() * itemsize
+    return SlotNode(
+        op="reshard",
+        name=f"reshard[{bucket.name} {'from' if back else 'for'} update @{show(bucket.devices)}]",
+        devices=bucket.devices,
+        groups=bucket.slices,
+        payload=OfBucket(bucket=bucket.name),
+        reads=(source,),
+        writes=(target,),
+        stream=bucket.gather_stream if back else bucket.reduce_stream,
+        nbytes=slices * (bucket.slice_count - 1) // bucket.slice_count,
+        workspace=full + (slices if back else 0),  # what is sent, or what arrives
+        origin=bucket.origin,
+    )
 
 
 def add_loads(state: LoweringState) -> LoweringState:
@@ -68,9 +62,10 @@ def add_loads(state: LoweringState) -> LoweringState:
                     degree=mesh.degree,
                     slices=shardings_on(mesh, placements),
                 )
-                load = Load(
-                    about=f"{value.owner}{show_part(node.part)}", devices=node.devices, writes=(value,),
-                    payload=field, nbytes=state.values[value.base].nbytes, origin=node.origin,
+                load = SlotNode(
+                    op="load", name=f"load[{value.owner}{show_part(node.part)} @{show(node.devices)}]",
+                    devices=node.devices, writes=(value,), stream="load", payload=field,
+                    nbytes=state.values[value.base].nbytes, origin=node.origin,
                 )  # fmt: skip
                 edit.before(place, load)
     return edit.apply()
@@ -83,7 +78,7 @@ def every_field_is_loaded(state: LoweringState) -> Iterator[str]:
         for value in node.reads:
             if value.kind == "batch" and value not in seen:
                 yield f"{node.name} reads {value} before it is loaded"
-        if isinstance(node, Load):
+        if node.op == "load":
             seen.update(node.writes)
 
 
@@ -110,25 +105,12 @@ def add_losses(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
-def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
-    """Yield each value that some device reads before it is written on that device."""
-    # Only an accumulation may read a value that is not there yet.
-    where: dict[SlotId, Devices] = {}
-    for node in state.sequence:
-        source, target = (
-            (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
-        )
-        for value in node.reads:
-            placement = where.get(value)
-            if placement is source or value in state.residents or value.kind == "batch":
-                continue
-            missing = set() if placement == source else set(source) - set(placement or ())
-            if missing and not isinstance(node, Reduce):  # a device may have nothing to add
-                yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
-        for value in node.writes:
-            there = where.setdefault(value, target)
-            if there is not target and there != target:
-                where[value] = tuple(sorted({*where[value], *target}))
+def every_sum_is_added_up(state: LoweringState) -> Iterator[str]:
+    """Yield each sum of the step to which no node adds the results of microbatches."""
+    written = {value for node in state.sequence for value in node.writes}
+    for each in step_sums(state.graph, clip=state.settings.clip):
+        if each.source is not None and each.slot not in written:
+            yield f"{each.slot} is never added up"
 
 
 def add_updates(state: LoweringState) -> LoweringState:
@@ -151,28 +133,33 @@ def add_updates(state: LoweringState) -> LoweringState:
     for devices, buckets in groups.items():
         reads = [b.gradient() for b in buckets]
         reads += [slot for slot, holders in held.items() if devices[0] in holders]
-        edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
+        name = f"norm[@{show(devices)}]"
+        edit.append(SlotNode(op="norm", name=name, devices=devices, reads=tuple(reads), writes=(NORM,)))
     sliced = [bucket for bucket in trained if bucket.slices]
     for bucket in sliced:
-        edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
-        edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
+        edit.append(reshard(bucket, bucket.gradient(), bucket.applied))
+        edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements() * bucket.precision.sum_itemsize)
     size = 8 * sum(each.length for each in sums)
-    total = Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size)
-    together = next((bucket for bucket in trained if bucket.groups == (everyone,)), None)
-    if together is not None:  # all devices sum its gradients: their communicator is used again
-        total = replace(total, stream=together.reduce_stream)
+    # Where all devices sum the gradients of a bucket, their communicator is used again.
+    stream = next((bucket.reduce_stream for bucket in trained if bucket.groups == (everyone,)), "reduce")
+    total = SlotNode(
+        op="total", name="total", devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,),
+        nbytes=size, stream=stream,
+    )  # fmt: skip
     edit.append(total)
     for devices, buckets in groups.items():
         if buckets:
             edit.append(
-                Update(
+                SlotNode(
+                    op="update",
+                    name=f"update[@{show(devices)}]",
                     devices=devices,
                     reads=(*(b.applied for b in buckets), *((TOTAL,) if waits_for_total else ())),
                     writes=tuple(param_slot(b.name) for b in buckets),
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
-    edit.append(*(Reshard.of(b, param_slot(b.name), param_slot(b.name)) for b in sliced))
+    edit.append(*(reshard(b, param_slot(b.name), param_slot(b.name)) for b in sliced))
     edit.append(*(gather_of(b, None, param_slot(b.name)) for b in trained if b.gather_updated))
     edit.append(*broadcasts(state))
     edit.values[NORM] = Slot(nbytes=size)
@@ -194,7 +181,7 @@ def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:
     """Yield each final gradient that some device of its bucket does not apply after its last write."""
     applied: dict[SlotId, set[int]] = {}
     for node in state.sequence:
-        if isinstance(node, Update):
+        if node.op == "update":
             for value in node.reads:
                 applied.setdefault(value, set()).update(node.devices)
     written = {value for node in state.sequence for value in node.writes}
@@ -216,15 +203,17 @@ def device_groups(state: LoweringState, trained: list[Bucket]) -> dict[Devices, 
     return {devices: [b for b in trained if devices[0] in members[b.devices]] for devices in classes_of(sets)}
 
 
-def broadcasts(state: LoweringState) -> Iterator[Broadcast]:
+def broadcasts(state: LoweringState) -> Iterator[SlotNode]:
     """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
     placements = placements_of(state.graph)
     for chunk in state.graph.outline.chunks:
         placement = placements[chunk.name]
         if chunk.mutated and len(placement.devices) > 1:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)
-            yield Broadcast(
-                about=chunk.name,
+            yield SlotNode(
+                op="broadcast",
+                name=f"broadcast[{chunk.name}]",
+                stream="reduce",
                 devices=placement.devices,
                 groups=(placement.devices,),
                 payload=OfChunk(chunk=chunk.name),

@@ -8,14 +8,14 @@ from piper.ir.chunk import ROUTED, AxisPosition, Batch, Chunk, Constant, Output,
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, SlotKind
-from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
+from piper.ir.node import Node, SlotNode, Transfer
 from piper.ir.sharding import AxisPlacement
 from piper.lower.placements import ChunkPlacement
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
 # A node that exists once per microbatch of a chunk, where the chunk has this phase. None: always.
-Template = tuple[Compute | Counts | Exchange | Collect | Transfer | Add, str, Phase | None]
+Template = tuple[Node, str, Phase | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +36,11 @@ class Flow:
     @property
     def graph(self) -> Graph:
         return self.state.graph
+
+    def size(self, value: SlotId) -> int:
+        """Return the bytes of a value, including the storages it shares."""
+        slot = self.values.get(value) or self.residents[value]
+        return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
 
     def passes_on(self, chunk: Chunk, *, backward: bool = False) -> bool:
         """Return whether a chunk does nothing but pass its inputs on or, with `backward`, its gradients."""
@@ -151,8 +156,9 @@ def summed(flow: Flow, chunk: Chunk, index: int, devices: Devices, given: list[S
         while (result := SlotId("gradient_sum", chunk.name, index, count, devices=(devices,))) in flow.values:
             count += 1
         flow.values[result], flow.specs[result] = flow.values[total], flow.specs[total]
-        node = Add(
-            value=output_slot(chunk.name, index),
+        node = SlotNode(
+            op="add",
+            name=f"add[{result}]",
             devices=devices,
             reads=(total, gradient),
             writes=(result,),
@@ -175,10 +181,7 @@ def send(
     routed: bool = False,
     fixed: bool = False,
 ) -> None:
-    """Add a transfer of a value to a chunk's devices. It reslices between sets of different sizes.
-
-    fixed: the value is the same for all samples, such as a mask.
-    """
+    """Add a transfer of a value to a chunk's devices. It reslices between sets of different sizes."""
     placement = flow.placements[chunk.name]
     sliced = True
     slices = (there.mesh.slices, placement.mesh.slices)

@@ -55,17 +55,12 @@ def drop_idle_nodes(state: LoweringState) -> LoweringState:
 
 
 def every_node_has_a_place_and_a_phase(state: LoweringState) -> Iterator[str]:
-    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do."""
+    """Yield each node that is not placed, or has nothing to do."""
     # The backward of a route or a collective is done in its BI half; it has no BW half.
     chunks = state.graph.chunks
-    placements: dict[tuple[str, Tags], Devices] = {}
     for node in state.graph.nodes.values():
         if not node.devices:
             yield f"{node.name} is not placed"
-            continue
-        first = placements.setdefault((node.chunk, node.part), node.devices)
-        if first is not node.devices and first != node.devices:
-            yield f"{node.name} is on {show(node.devices)}, its microbatch on {show(first)}"
         chunk = chunks[node.chunk]
         moves = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
         if is_idle(chunk, node) or (node.phase not in chunk.phases and not moves):
@@ -106,14 +101,16 @@ def check_placed(graph: Graph) -> None:
 def check_groups(graph: Graph) -> None:
     """Refuse a sharded region whose devices do not form groups, whichever directive placed it last."""
     for node in graph.nodes.values():
-        degree = graph.policy(node.chunk).degree
-        if len(node.devices) % degree:
-            asked = " x ".join(f"{axis.axis}={axis.degree}" for axis in graph.policy(node.chunk).axes)
+        policy = graph.policy(node.chunk)
+        if len(node.devices) % policy.inner:
+            axes = [f"{axis.axis}={axis.degree}" for axis in policy.axes]
+            experts = [f"experts={policy.ways}"] if policy.ways > 1 else []
+            both = {"groups": " x ".join([*axes, *experts])} if axes else {}
             raise ScheduleError(
-                f"{len(node.devices)} devices cannot form groups of {degree}",
+                f"{len(node.devices)} devices cannot form groups of {policy.inner}",
                 by=graph.placed_by(node),
-                facts={"region": node.chunk, "devices": show(node.devices), "groups": asked},
-                hint="place the region on a multiple of the devices that share its samples",
+                facts={"region": node.chunk, "devices": show(node.devices), **both},
+                hint=f"place the region on a multiple of {policy.inner} devices, or choose other `ways`",
             )
 
 
@@ -210,7 +207,7 @@ def check_expert_regions(graph: Graph) -> None:
     for layout in layouts_of(graph):
         for chunk in graph.outline.chunks:
             placement = layout.placements[chunk.name]
-            ways, inner = placement.policy.ways, placement.policy.inner
+            ways = placement.policy.ways
             if chunk.kind in ROUTED and not placement.policy.splits_experts:
                 policy = placement.policy
                 own = [f"{axis.axis}={axis.degree}" for axis in policy.axes if axis.axis in policy.own_rows]
@@ -221,15 +218,6 @@ def check_expert_regions(graph: Graph) -> None:
                     facts={"axes": every, "own rows": ", ".join(own)},
                     hint="choose `ways` that divide the devices along these axes, or a multiple of them, and "
                     "put other axes before them",
-                )
-            if chunk.kind in ROUTED and len(placement.devices) % inner:
-                axes = [f"{axis.axis}={axis.degree}" for axis in placement.policy.axes]
-                both = {"groups": " x ".join([*axes, f"experts={ways}"])} if axes else {}
-                raise ScheduleError(
-                    f"{len(placement.devices)} devices cannot form groups of {inner}",
-                    by=placement.by,
-                    facts={"region": chunk.name, "devices": show(placement.devices), **both},
-                    hint=f"place the region on a multiple of {inner} devices, or choose other `ways`",
                 )
             if chunk.kind not in ("expert", "unroute"):
                 continue

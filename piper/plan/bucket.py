@@ -1,14 +1,15 @@
 """Buckets: parameters that live, travel and are updated together, and which devices have which shard."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from piper.ir.devices import Devices
 from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, SlotKind
-from piper.plan.updates import BucketUpdate, FlatShards, Piece
+from piper.ir.sharding import whole_sizes
+from piper.plan.updates import Ownership, Piece, sharers
 
 Extent = Literal["whole", "held", "owned"]
 # ^ of a bucket on a device: all of it, the shard of parameters that it holds between uses, what it updates
@@ -25,7 +26,7 @@ class ShardCollective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket(FlatShards):
+class Bucket:
     """Parameters that live, travel and are updated together, and which devices hold, sum and update what.
 
     With zero > 0 each member of a group owns an equal shard of the flat, padded bucket. With `bounds` a shard
@@ -110,22 +111,90 @@ class Bucket(FlatShards):
         return ShardCollective(groups=self.groups, gives="owned", gets="whole") if 0 < self.zero < 3 else None
 
     @property
-    def update(self) -> BucketUpdate:
-        """Return what its devices update: what they have of its parameters, or some of these in full."""
-        held = BucketUpdate(
-            name=self.name,
-            devices=self.devices,
-            groups=self.groups,
-            zero=self.zero,
-            bounds=self.bounds,
-            dtype=self.dtype,
-            trainable=self.trainable,
-            pieces=self.pieces,
+    def update(self) -> "Bucket":
+        """Return the bucket as its optimizer sees it: what its devices have, or some parameters in full.
+
+        Each parameter that is updated in full has an owner among the devices of a group of ZeRO that have
+        slices of it. `owned`: what a device updates, and has the optimizer's state for.
+        """
+        if not self.slices:
+            return self
+        count = self.slice_count
+        having = {device: group for group in self.slices for device in group}
+        first = [group for group in self.groups if having[group[0]][0] == group[0]]
+        joint = tuple(tuple(each for device in group for each in having[device]) for group in first)
+        pieces = (
+            replace(p, shape=whole_sizes(p.shape, p.shardings), offset=p.offset * count, shardings=())
+            for p in self.pieces
         )
-        return held.in_full(self.slices) if self.slices else held
+        return replace(
+            self,
+            groups=joint if self.zero else self.slices,
+            zero=max(1, self.zero),
+            pieces=tuple(pieces),
+            bounds=tuple(bound * count for bound in self.bounds),
+            slices=(),
+        )
+
+    @property
+    def ownership(self) -> Ownership:
+        """Return who updates which elements."""
+        shardings = tuple(sharding for piece in self.pieces for sharding in piece.shardings)
+        return Ownership(
+            devices=self.devices, groups=self.groups, sharded=bool(self.zero), shardings=shardings
+        )
+
+    @property
+    def distinct(self) -> tuple[Devices, ...]:
+        """Return the devices that update different elements, in a group for each slice of the parameters."""
+        firsts = {devices[0]: cut for (cut, _), devices in self.ownership.owners().items()}
+        return tuple(map(tuple, sharers(firsts).values()))
+
+    @property
+    def group_size(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def own_numel(self) -> int:
+        """Return the elements of its parameters, without copies of those of other devices."""
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def padded(self) -> int:
+        """Return the elements of the flat bucket, padded to divide evenly among its group."""
+        if self.bounds:
+            return self.own_numel
+        return -(-self.own_numel // self.group_size) * self.group_size
+
+    def rank(self, device: int) -> int:
+        """Return the place of a device in its group."""
+        return next(group for group in self.groups if device in group).index(device)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return where the shard of a member of a group begins and ends in the flat bucket."""
+        if shards := self.shards:
+            return shards[rank], shards[rank + 1]
+        length = self.padded // self.group_size
+        return rank * length, (rank + 1) * length
+
+    def owned(self, device: int) -> tuple[int, int]:
+        """Return where the shard of a device begins and ends in the flat bucket. Without ZeRO it is all."""
+        return self.shard(self.rank(device)) if self.zero else (0, self.own_numel)
+
+    def owner(self, piece: Piece) -> int:
+        """Return the member of a group whose shard a parameter begins in."""
+        return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
+
+    def pieces_in(self, low: int, high: int) -> Iterator[tuple[Piece, int, int]]:
+        """Yield the parameters that lie between two elements, each with where that begins and ends."""
+        for piece in self.pieces:
+            start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
+            if start < stop:
+                yield piece, start, stop
 
     @property
     def shards(self) -> tuple[int, ...]:
+        """Return where the shard of each member of a group begins, and the end. Empty: they are equal."""
         return self.bounds[:: self.slice_count]
 
     @property
@@ -240,7 +309,7 @@ class Bucket(FlatShards):
 
     def kept_nbytes(self, state_bytes: int) -> int:
         """Return the bytes that a device keeps to update it: the optimizer's state, and a master copy."""
-        return self.update.elements * self.kept_itemsize(state_bytes) if self.trainable else 0
+        return self.update.elements() * self.kept_itemsize(state_bytes) if self.trainable else 0
 
     def kept_itemsize(self, state_bytes: int) -> int:
         """Return the bytes that are kept to update an element. state_bytes: those of the optimizer."""

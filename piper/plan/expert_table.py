@@ -57,10 +57,7 @@ class ExpertTable:
 
 
 def first_table(devices: int, own: int, clones: int) -> ExpertTable:
-    """Return the table before rows are counted: clones of the experts that follow a device's own, in order.
-
-    Each copy of an expert has the same share, so routing that is even stays so.
-    """
+    """Return the table before rows are counted: evenly shared clones of the experts after a device's own."""
     following = [[(i * own + slot) % (devices * own) for slot in range(own + clones)] for i in range(devices)]
     return table_of([dict.fromkeys(experts, 1) for experts in following], own, clones)
 

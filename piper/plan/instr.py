@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from piper.ir.ids import Pass, SlotId, Tags
-from piper.plan.ops import TRAVELS, Adding, Collecting, Field, OfBucket, Op, Payload, Routing
+from piper.plan.ops import TRAVELS, Collecting, Field, OfBucket, Op, Payload, Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Instr:
         match self.payload:
             case Pass() as run:
                 return run
-            case Routing(run=run) | Collecting(run=run) | OfBucket(run=run) | Adding(run=run):
+            case Routing(run=run) | Collecting(run=run) | OfBucket(run=run):
                 return run
         return None
 

@@ -99,20 +99,13 @@ class OfBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adding:
-    """The payload of an accumulation: the pass whose results are added."""
-
-    run: Pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OfChunk:
     """The payload of a broadcast: the chunk whose buffers are broadcast."""
 
     chunk: str
 
 
-Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
+Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | OfChunk | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +175,7 @@ _ALL = (
     Operation("shift", "shift", "neighbour", agrees_on_size=True, hands_on=True, outward=True),
     Operation("slice", "slice", payload=Collecting, hands_on=True),
     Operation("gather", "gather", "ring", payload=OfBucket, agrees_on_size=True, needs_nothing=True),
-    Operation("accumulate", "accumulate", short="sum", payload=Adding),
+    Operation("accumulate", "accumulate", short="sum", payload=Pass),
     Operation(
         "all_reduce", "all-reduce", "ring twice", short="reduce", payload=OfBucket, agrees_on_size=True
     ),

@@ -182,22 +182,21 @@ def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
         at = before[at][-1]
     places = list(walked)
     starts = places[places.index(at) :][:SEARCHED]
-    return min((shortest_path(followers, a, before[a], stuck, len(stuck)) for a in starts), key=len)
+    return min((shortest_path(followers, a, before[a], stuck) for a in starts), key=len)
 
 
 def shortest_path(
-    followers: Sequence[Sequence[int]], start: int, goals: Collection[int], among: set[int], limit: int
+    followers: Sequence[Sequence[int]], start: int, goals: Collection[int], among: set[int]
 ) -> list[int]:
-    """Return the shortest path from a vertex to one of the goals, empty if none has at most `limit` edges."""
+    """Return the shortest path from a vertex to one of the goals, which it reaches."""
     came = {start: -1}
     frontier = [start]
-    while frontier and limit >= 0:
+    while frontier:
         if (goal := next((a for a in frontier if a in goals), None)) is not None:
             path = [goal]
             while path[-1] != start:
                 path.append(came[path[-1]])
             return path[::-1]
-        limit -= 1
         following: list[int] = []
         for a in frontier:
             for b in followers[a]:
@@ -205,7 +204,7 @@ def shortest_path(
                     came[b] = a
                     following.append(b)
         frontier = following
-    return []
+    raise AssertionError("no goal can be reached")
 
 
 Reach = dict[str, int]  # stream -> the last of its instructions that is known to be over
@@ -270,10 +269,7 @@ class SlotProof:
                     mine[other] = reached
 
     def _pace(self, place: int, ins: Instr, mine: Reach) -> None:
-        """Complain about an instruction that allocates whole parameters, gradients or activations too early.
-
-        Streams must be known to have finished what was issued before it and frees such memory.
-        """
+        """Complain about an instruction that allocates before those issued earlier free their memory."""
         if ins.op in ("compute", "update"):
             self._check_over(place, ins, "offload", mine)
         if ins.op == "fetch":

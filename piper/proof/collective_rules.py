@@ -6,12 +6,12 @@ from functools import partial
 from piper.ir.devices import show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
-from piper.ir.sharding import Collective
+from piper.ir.sharding import Collective, show_collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
-from piper.plan.ops import Collecting, Op
+from piper.plan.ops import Collecting, Op, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import Contributor
-from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
+from piper.proof.decode import bucket_named, described, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
@@ -87,8 +87,8 @@ class CollectiveRules:
 
     def counts(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Agree on the rows that travel to experts."""
-        rows = routed(member.ins)
-        chunk = "" if rows is None else rows.run.chunk
+        rows = member.ins.payload
+        chunk = rows.run.chunk if isinstance(rows, Routing) else ""
         expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
         if expected is None:
             self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
@@ -100,13 +100,12 @@ class CollectiveRules:
 
     def exchange(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Send rows to their experts, or back."""
-        rows = routed(member.ins)
-        of_exchange = self.state.expected_at(member.ins.part).of_exchange
-        expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
-        if rows is None or expected is None:
-            self.state.complain(
-                member, f"moves rows {described(member.ins.payload)}, which must not happen here"
-            )
+        rows, expected = member.ins.payload, None
+        if isinstance(rows, Routing):
+            of_exchange = self.state.expected_at(member.ins.part).of_exchange
+            expected = of_exchange(member.program, rows.run.chunk, rows.outward)
+        if not isinstance(rows, Routing) or expected is None:
+            self.state.complain(member, f"has {described(rows)}, which must not happen here")
             return
         self.check_experts(member, comm, rows.run.chunk)
         self.local.follow(member, expected)
@@ -139,26 +138,26 @@ class CollectiveRules:
         mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
         given, right = (collecting.devices, collecting.stride), (mesh.devices, mesh.axis(wanted.axis).stride)
         if wanted.op != "slice":
-            self.state.complain(at, f"takes a part by itself; it should be {shown_collective(wanted)}")
+            self.state.complain(at, f"takes a part by itself; it should be {show_collective(wanted)}")
         elif given != right:
             takes, should = (f"{show(devices)}, {apart} apart" for devices, apart in (given, right))
             self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
 
     def _wanted(self, at: ProgramInstr) -> tuple[Collecting, Collective] | tuple[None, None]:
         """Check a collective by the specification. Return it, and the right one. None: it must not run."""
-        collecting, expected = collected(at.ins), None
-        backward = collecting is not None and collecting.run.phase != "F"
-        if collecting is not None:
+        collecting, expected, backward = at.ins.payload, None, False
+        if isinstance(collecting, Collecting) and collecting.run.phase != "BW" and not collecting.run.again:
+            backward = collecting.run.phase != "F"
             of_collective = self.state.expected_at(at.ins.part).of_collective
             expected = of_collective(at.program, collecting.run.chunk, backward)
-        if collecting is None or expected is None:
-            self.state.complain(at, f"does {described(at.ins.payload)}, which must not happen here")
+        if not isinstance(collecting, Collecting) or expected is None:
+            self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
             return None, None
         how = self.spec.chunks[collecting.run.chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
         if collecting.how != wanted:
-            does, should = shown_collective(collecting.how), shown_collective(wanted)
+            does, should = show_collective(collecting.how), show_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
         return collecting, wanted
@@ -173,21 +172,17 @@ class CollectiveRules:
         for member in members:
             name, bucket = bucket_named(member.ins), self.bucket_of(member)
             slot, slots = param_slot(name), self.state.slots[member.program]
-            if bucket is None:
-                self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
-                continue
-            in_place = member.ins.writes == (slot,)
-            how = bucket.gather_updated if in_place else bucket.gather_for_use
-            value = slots.get(slot)
+            ins, value, in_place = member.ins, slots.get(slot), member.ins.writes == (slot,)
+            how = None
+            if bucket is not None:
+                how = bucket.gather_updated if in_place else bucket.gather_for_use
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
-            if member.ins.reads != (slot,) or value is None or not known:
-                read = ", ".join(member.ins.reads)
-                self.state.complain(member, f"gathers {name} from {read}, not from {slot}")
-                continue
-            version = (AFTER_UPDATE if in_place else FOR_USE).get(str(value[1]))
-            if len(member.ins.writes) != 1 or how is None or version is None:
-                where = ", ".join(member.ins.writes)
-                self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
+            about = str(value[1]) if value is not None and known and ins.reads == (slot,) else ""
+            version = (AFTER_UPDATE if in_place else FOR_USE).get(about)
+            if bucket is None or how is None or version is None or len(ins.writes) != 1:
+                read, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                contents = f"{slot} holds {self.symbols.describe(value)}"
+                self.state.complain(member, f"gathers {read} into {written} for {name!r}; {contents}")
                 continue
             self._check_members(member, comm, bucket, how)
             slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
@@ -255,19 +250,13 @@ class CollectiveRules:
         returned = False
         for member in members:
             ins, bucket = member.ins, self.bucket_of(member)
-            if bucket is None or len(ins.writes) != 1:
-                name = bucket_named(ins)
-                self.state.complain(member, f"scatters {name!r}, of which this device holds nothing")
-                return
             read = ins.reads[:1] if ins.reads[:1] != ins.writes else ()  # nothing: it has nothing to add
-            if ins.reads[len(read) :] not in ((), ins.writes):
-                self.state.complain(member, "adds to another slot than it writes")
-                return
-            scatters = (how for how in bucket.reductions if how.gives != how.gets)
-            kind = ins.writes[0].kind
-            step = next((how for how in scatters if bucket.gradient(how.gets).kind == kind), None)
-            if step is None:
-                self.state.complain(member, f"scatters into {ins.writes[0]}, which holds no shard of a sum")
+            steps = [how for how in bucket.reductions if how.gives != how.gets] if bucket else []
+            kinds = [slot.kind for slot in ins.writes]
+            step = next((how for how in steps if bucket and [bucket.gradient(how.gets).kind] == kinds), None)
+            if bucket is None or step is None or ins.reads[len(read) :] not in ((), ins.writes):
+                given_by, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                self.state.complain(member, f"scatters {given_by} into {written} for {bucket_named(ins)!r}")
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))

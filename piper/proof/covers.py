@@ -80,11 +80,6 @@ class Covers:
             cells.append(((start, start + each, 1),))
         return self._intern(tuple(cells))
 
-    def everything(self, program: int, shares: int = 1) -> Cover:
-        """Return the cover of all cells, at every share of the experts, on each device."""
-        cells = ((0, shares * self.cells, 1),)
-        return self._intern((cells,) * len(self.plans.plans[program].devices))
-
     @once
     def own_share(
         self,

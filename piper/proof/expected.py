@@ -201,10 +201,7 @@ class Expectations:
 
     def _complete(self, program: int, bucket: Bucket, chunk: str) -> Cover:
         """Return the samples and the shards over which a chunk's gradients of a bucket must be summed."""
-        degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
         holding = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
-        if not holding.own and not holding.summed and holding.experts == 1:
-            return self.covers.everything(program, degree)
         experts = self.spec.experts(chunk) if self.spec.routed(chunk) else None
         every_share = holding.experts == 1
         return self.covers.own_share(
@@ -293,10 +290,7 @@ class Expectations:
 
 
 def suffix_of(bucket: Bucket, grad_params: tuple[str, ...]) -> str | None:
-    """Return what distinguishes contributions to some parameters of a bucket from those to all.
-
-    None: a phase, which computes gradients for `grad_params`, contributes to none of them.
-    """
+    """Return what distinguishes contributions to some parameters of a bucket from those to all."""
     names = [piece.name for piece in bucket.pieces if piece.name in grad_params]
     if not names:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OPS, Adding, Field, Op
+from piper.plan.ops import OPS, Field, Op
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
@@ -58,7 +58,7 @@ class LocalRules:
         run, of_phase = at.ins.payload, self.state.expected_at(at.ins.part).of_phase
         expected = of_phase(at.program, run.chunk, run.phase) if isinstance(run, Pass) else None
         if expected is None or not isinstance(run, Pass):
-            self.state.complain(at, f"runs {described(at.ins.payload)}, which this device must not run")
+            self.state.complain(at, f"has {described(at.ins.payload)}, which this device must not run")
             return
         self.follow(at, expected)
         in_place = self.spec.chunks[run.chunk].phases[run.phase].in_place
@@ -202,8 +202,8 @@ class LocalRules:
         part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
         if part is None:
             what = self.symbols.describe(value)
-            rows_taken = described(at.ins.payload)
-            self.state.complain(at, f"takes rows {rows_taken} of {what}, which cannot be cut there")
+            taken = described(at.ins.payload)
+            self.state.complain(at, f"takes {taken} of {what}, which cannot be cut there")
             return None
         return (self.symbols.moved(value[0], part), *value[1:])
 
@@ -252,7 +252,7 @@ class LocalRules:
             return
         value = slots.get(at.ins.reads[0])
         given = None
-        if value is not None and isinstance(at.ins.payload, Adding):
+        if value is not None and isinstance(at.ins.payload, Pass):
             given = self._accumulated(value, at.ins.writes[0])
         if given is None:
             contents = f"which holds {state.symbols.describe(value)}"

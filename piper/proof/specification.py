@@ -21,10 +21,9 @@ Numbering = tuple[tuple[Axis, int], ...]
 # ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
 
 
-def numbering(mesh: Mesh, producer: Mesh | None = None, axes: Sequence[Axis] | None = None) -> Numbering:
+def numbering(mesh: Mesh, axes: Sequence[Axis] | None = None) -> Numbering:
     """Return how the devices of a mesh number their shards: as a producer does, along some of its axes."""
-    producer = producer or mesh
-    return tuple((mesh.axis(axis.name), axis.stride) for axis in (producer.sharing if axes is None else axes))
+    return tuple((mesh.axis(axis.name), axis.stride) for axis in (mesh.sharing if axes is None else axes))
 
 
 def shard_number(position: int, numbered: Numbering) -> int:
@@ -33,10 +32,7 @@ def shard_number(position: int, numbered: Numbering) -> int:
 
 
 def passes(mesh: Mesh, other: Mesh) -> bool:
-    """Return whether values may pass to another region as shards, device by device.
-
-    Capture gathers a value that leaves for regions with other axes.
-    """
+    """Return whether values may pass to another region as shards, device by device."""
     return mesh.sharing == other.sharing
 
 
@@ -78,8 +74,8 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
     shards = math.prod(axis.degree for axis in mesh.axes if axis not in apart and axis.name not in OUTER)
     return Holding(
         shardings=in_any_order(shardings),
-        own=numbering(mesh, axes=own),
-        summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
+        own=numbering(mesh, own),
+        summed=numbering(mesh, [axis for axis in mesh.sharing if axis.name in summed]),
         experts=math.prod(each.degree for each in placements if each.axis == EXPERTS),
         distinct=tuple(apart),
         across=tuple(axis for axis in mesh.axes if axis.name == GROUPS and shards > 1),
@@ -110,7 +106,6 @@ class Specification:
         self.meshes = {name: graph.policy(name).mesh(devices) for name, devices in first.items()}
         self.layouts = self._layouts()
         self.cells = math.lcm(*{mesh.slices for mesh in self.meshes.values()})
-        self.sharing = max(mesh.degree for mesh in self.meshes.values())
         loss = self.outline.loss.chunk
         slices = self.meshes[loss].slices * len(self.microbatches[loss])
         self.seed = 1.0 if self.outline.weight is not None else 1.0 / slices  # what backwards start from
@@ -173,15 +168,12 @@ class Specification:
         return in_any_order(shardings_on(self.meshes[chunk], placements))
 
     def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
-        """Return how the devices of a reader number the shards of an output, or of its gradient.
-
-        Axes along which the output is replicated do not count: all devices hold the same there.
-        """
+        """Return how the devices of a reader number the shards of an output, or of its gradient."""
         mesh, readers = self.meshes[producer], self.meshes[reader]
         if self.routed(producer):
             mesh, readers = mesh.by_expert, readers.by_expert
         whole = self._whole[backward].get((producer, index), frozenset())
-        return numbering(readers, mesh, [axis for axis in mesh.sharing if axis.name not in whole])
+        return numbering(readers, [axis for axis in mesh.sharing if axis.name not in whole])
 
     def is_sample_independent(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.
@@ -203,10 +195,7 @@ class Specification:
         return param in self.contributors
 
     def in_order(self, chunk: str) -> bool:
-        """Return whether the forwards of a chunk must run in the order of their microbatches.
-
-        That is so without any `order` directive, and where one puts all of them in that order.
-        """
+        """Return whether the forwards of a chunk must run in the order of their microbatches."""
         wanted = [[microbatch] for microbatch in self.microbatches[chunk]]
         for ordering in self.graph.orderings:
             groups = (
@@ -234,7 +223,7 @@ class Specification:
     def _layouts(self) -> list[PartMeshes]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for some in self.microbatches.values() for part in some)
-        apart = [name for name, sets in self.part_devices.items() if len(set(map(id, sets.values()))) > 1]
+        apart = [name for name, sets in self.part_devices.items() if len(set(sets.values())) > 1]
         by_devices: dict[tuple[Devices | None, ...], list[Tags]] = {}
         for part in parts:
             by_devices.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
@@ -259,20 +248,16 @@ class Specification:
 
 
 def devices_by_part(graph: Graph) -> dict[str, dict[Tags, Devices]]:
-    """Return the devices of each chunk by microbatch. Equal sets are one object."""
-    known: dict[Devices, Devices] = {}
-    by_id: dict[int, Devices] = {}
+    """Return the devices of each chunk by microbatch."""
     devices: dict[str, dict[Tags, Devices]] = {}
     for node in graph.nodes.values():
-        if id(node.devices) not in by_id:  # hashing a large set takes long
-            by_id[id(node.devices)] = known.setdefault(node.devices, node.devices)
-        devices.setdefault(node.chunk, {})[node.part] = by_id[id(node.devices)]
+        devices.setdefault(node.chunk, {})[node.part] = node.devices
     return devices
 
 
 def union_of(sets: Iterable[Devices]) -> Devices:
     """Return the devices of several sets, each once, in order."""
-    first, *others = {id(devices): devices for devices in sets}.values()
+    first, *others = dict.fromkeys(sets)
     return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first
 
 

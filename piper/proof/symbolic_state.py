@@ -11,7 +11,7 @@ from piper.ir.mesh import axis_through
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plans
-from piper.proof.covers import Cells, Cover, Covers, Segment, once
+from piper.proof.covers import Cells, Cover, Covers, once
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
 from piper.proof.symbolic_values import (
@@ -125,30 +125,17 @@ class SymbolicState:
         if symbol.cover < 0:
             return f"{self.symbols.describe(value)} ({value[1]} {value[2]})"
         device, cells = self.plans.plans[program].devices[place], self.covers.on_devices(symbol.cover)[place]
-        return f"{self.symbols.describe(value)}, on device {device} of {self._shown(cells)}"
+        return f"{self.symbols.describe(value)}, on device {device} of {show_cells(cells)}"
 
     def contributions(self, place: int, terms: Terms) -> str:
         """Describe the contributions of a sum on one device of a program."""
         shown = []
         for cover, amount in terms:
-            cells = self._shown(self.covers.on_devices(cover)[place])
+            cells = show_cells(self.covers.on_devices(cover)[place])
             counted = sorted(self.amounts.contributions(amount).items())
             some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in counted[:8])
             shown.append(f"({some}{' + ...' if counted[8:] else ''}) over {cells}")
         return " and ".join(shown) or "nothing"
-
-    def _shown(self, cells: Cells) -> str:
-        """Describe the cells that a device holds, and of which shard where devices share their samples."""
-        if self.spec.sharing == 1:
-            return show_cells(cells)
-        size = self.spec.shares * self.spec.cells
-        shards: dict[int, list[Segment]] = {}
-        for low, high, count in cells:
-            for shard in range(low // size, -(-high // size)):
-                first, last = max(low, shard * size), min(high, (shard + 1) * size)
-                shards.setdefault(shard, []).append((first - shard * size, last - shard * size, count))
-        shown = [f"{show_cells(tuple(some))} of shard {shard}" for shard, some in shards.items()]
-        return " and ".join(shown) or show_cells(())
 
     def merged(self, *terms: Terms) -> Terms:
         """Return the sum of sums."""
@@ -215,10 +202,7 @@ class SymbolicState:
     def check_groups(
         self, at: ProgramInstr, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]
     ) -> None:
-        """Complain where a communicator joins other devices than it should, or in another order.
-
-        `whose` names the groups that are wanted, which are looked at once for each communicator.
-        """
+        """Complain where a communicator joins other devices than it should, or in another order."""
         key = (comm.name, whose)
         if key not in self._same_groups:
             self._same_groups[key] = sorted(comm.groups) == sorted(wanted())
@@ -247,10 +231,7 @@ def show_cells(cells: Cells) -> str:
 
 
 def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
-    """Return the positions of devices that a slot states, as the runtime reads it. None: it states none.
-
-    The slot names the set, and one group of it, whose devices say how far apart those of every group lie.
-    """
+    """Return the positions of devices that a slot states, as the runtime reads it. None: it states none."""
     if len(slot.devices) != 2:
         return None
     region, group = slot.devices

@@ -12,7 +12,7 @@ from piper.ir.chunk import Tags
 from piper.ir.devices import Devices
 from piper.ir.ids import show_part
 from piper.ir.mesh import Axis
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import Sharding, show_shard
 from piper.proof.covers import Cover, once
 
 Kind = Literal[
@@ -193,10 +193,5 @@ def places_along(devices: Devices, axis: Axis, members: Devices) -> tuple[str, .
 
 def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> tuple[str, ...]:
     """Return the slices of a field that some members of a set take, one dimension after another."""
-    shown = []
-    for cut in cuts:
-        blocks = f", {cut.blocks} blocks" if cut.blocks > 1 else ""
-        order = ", zigzag" if cut.zigzag else ""
-        places = ",".join(places_along(devices, cut.axis, members))
-        shown.append(f"slices {places} of {cut.degree} along dimension {cut.dim}{blocks}{order}")
-    return tuple(shown)
+    shown = ((",".join(places_along(devices, cut.axis, members)), cut) for cut in cuts)
+    return tuple(f"slices {places} of {cut.degree} along {show_shard(cut)}" for places, cut in shown)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from piper.ir.chunk import Batch, Parameter
-from piper.ir.devices import Devices, show
+from piper.ir.devices import show
 from piper.ir.mesh import copies_along, groups_along, groups_apart
-from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
+from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on, show_shardings
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.proof.specification import Holding, Specification, in_any_order
@@ -128,10 +128,7 @@ def holdings(
 def bucket_problems(
     spec: Specification, bucket: Bucket, family: list[Bucket], ways_held: Mapping[str, list[Holding]]
 ) -> Iterator[str]:
-    """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient.
-
-    `family`: the buckets that hold a parameter of this one, itself included. `ways_held`: see `holdings`.
-    """
+    """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient."""
     placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
     needed = {device for placement in placements for device in placement}
     if len(placements) < len(bucket.chunks) or not needed.issubset(bucket.devices):
@@ -154,10 +151,7 @@ def bucket_problems(
 def group_problems(
     bucket: Bucket, family: int, name: str, holdings: Sequence[Holding], apart: bool
 ) -> Iterator[str]:
-    """Yield the problems with the groups of a bucket for one of its parameters.
-
-    `family`: how many buckets hold it; `apart`: the bucket does not lie as each of its chunks does.
-    """
+    """Yield the problems with the groups of a bucket for one of its parameters."""
     if len(holdings) > 1:
         yield f"{bucket.name} holds {name}, which its chunks shard in {len(holdings)} ways"
     for holding in holdings[:1]:
@@ -185,16 +179,9 @@ def group_problems(
             yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
 
 
-def shown_shardings(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
-    """Describe how a parameter or a buffer is sharded, and over which devices if that is known."""
-    shown = []
-    for sharding in shardings:
-        if sharding.degree > 1:
-            apart = f", {sharding.stride} apart" if sharding.stride > 1 else ""
-            blocks = f", {sharding.blocks} blocks" if sharding.blocks > 1 else ""
-            order = ", zigzag" if sharding.zigzag else ""
-            shown.append(f"in {sharding.degree} parts along dimension {sharding.dim}{apart}{blocks}{order}")
-    return (" and ".join(shown) or "whole") + (f" over {show(devices)}" if devices else "")
+def shown_shardings(shardings: Sequence[Sharding]) -> str:
+    """Describe how a parameter or a buffer is sharded, as plans do."""
+    return show_shardings([sharding for sharding in shardings if sharding.degree > 1]) or "whole"
 
 
 def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
@@ -213,8 +200,9 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
                 if plan.devices[0] not in placement or resident.sharding.degree == wanted.degree == 1:
                     continue
                 if (resident.sharding, resident.placed) != (wanted, placed):
-                    here = shown_shardings([resident.sharding], resident.placed)
-                    yield f"{user} finds {slot} {here}; it should be {shown_shardings([wanted], placed)}"
+                    here, there = shown_shardings([resident.sharding]), show(resident.placed)
+                    should = f"{shown_shardings([wanted])} on {show(placed) or 'all'}"
+                    yield f"{user} finds {slot} {here} on {there or 'all'}; it should be {should}"
 
 
 def piece_problems(

@@ -39,11 +39,7 @@ from piper.proof.tables import shard_problems, table_problems
 
 
 def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> None:
-    """Raise ProofError with a counterexample unless plans compute what the graph means.
-
-    The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
-    `whole`: whether the optimizer needs whole parameters.
-    """
+    """Raise ProofError with a counterexample unless plans compute what the graph means."""
     with no_collection():
         problems = list(value_problems(plans, graph, clip=clip, whole=whole))
     if problems:
@@ -87,7 +83,7 @@ class SymbolicRun:
         self.sent: dict[tuple[str, int], list[Value | None]] = {}
         self.received: Counter[tuple[str, int]] = Counter()
         self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
-        self.waiting: dict[tuple[str, int, int], list[ProgramInstr]] = {}
+        self.waiting: dict[tuple[str, int], list[ProgramInstr]] = {}
 
     def run(self) -> None:
         """Run every program to its end, then check what the step leaves behind."""
@@ -167,12 +163,11 @@ class SymbolicRun:
 
     def meet(self, at: ProgramInstr, comm: Comm) -> bool:
         """Join a collective. Return whether all members have joined: the last one runs it for all."""
-        circle = self.circles(comm.name)[at.program]
-        key = (comm.name, circle[0], self.met[comm.name, at.program])
+        key = (comm.name, self.met[comm.name, at.program])
         there = self.waiting.setdefault(key, [])
         if all(member.program != at.program for member in there):
             there.append(at)
-        if len(there) < len(circle):
+        if len(there) < len(self.members(comm.name)):
             return False
         del self.waiting[key]
         members = sorted(there, key=lambda member: member.program)
@@ -188,15 +183,9 @@ class SymbolicRun:
         return True
 
     @once
-    def circles(self, comm: str) -> dict[int, tuple[int, ...]]:
-        """Return the programs that a communicator's groups join to each, directly or through others."""
-        circles: dict[int, set[int]] = {}
-        for group in self.plans.comms[comm].groups:
-            members = {self.state.covers.where[device][0] for device in group}
-            merged = members.union(*(circles[member] for member in members if member in circles))
-            for member in merged:
-                circles[member] = merged
-        return {program: tuple(sorted(joined)) for program, joined in circles.items()}
+    def members(self, comm: str) -> set[int]:
+        """Return the programs that a communicator joins."""
+        return {self.state.covers.where[d][0] for group in self.plans.comms[comm].groups for d in group}
 
     def check_end(self, program: int) -> None:
         """Complain about what a step leaves behind: stale parameters, buffers or sums."""

@@ -15,7 +15,7 @@ from piper.ir.sharding import FlatRuns, Sharding, flat_runs, spans_of_dim, whole
 from piper.plan.bucket import Bucket, ShardCollective
 from piper.plan.expert_table import NOTHING, first_table
 from piper.plan.plan import Plans, Slot
-from piper.plan.updates import BucketUpdate, Piece
+from piper.plan.updates import Piece
 from piper.runtime.comm.base import Group
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Flat(list[Tensor]):
 class TrainedPieces:
     """What one device updates of each parameter of a bucket, end to end in one flat tensor."""
 
-    def __init__(self, update: BucketUpdate, device: int) -> None:
+    def __init__(self, update: Bucket, device: int) -> None:
         start, stop = update.owned(device)
         self.length, self.names = stop - start, [piece.name for piece in update.pieces]
         whole = not update.zero or bool(update.bounds)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
-from piper.plan.updates import BucketUpdate
+from piper.plan.bucket import Bucket
 from piper.process.usercode import named, raised
 from piper.runtime.bucket_layout import own_slice
 
@@ -61,20 +61,20 @@ class View:
     parts: tuple[ParameterPart, ...]
 
 
-def classes_of(buckets: Iterable[BucketUpdate]) -> list[tuple[tuple[int, ...], tuple[BucketUpdate, ...]]]:
+def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
     """Return the devices that hold the same trained buckets, with these buckets, in the order of the plan."""
-    by_device: dict[int, list[BucketUpdate]] = {}
+    by_device: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         if bucket.trainable:
             for device in bucket.devices:
                 by_device.setdefault(device, []).append(bucket)
-    classes: dict[tuple[str, ...], tuple[list[int], tuple[BucketUpdate, ...]]] = {}
+    classes: dict[tuple[str, ...], tuple[list[int], tuple[Bucket, ...]]] = {}
     for device, mine in by_device.items():
         classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
     return [(tuple(devices), mine) for devices, mine in classes.values()]
 
 
-def view_of(device: int, buckets: Iterable[BucketUpdate], sizes: Sizes) -> View:
+def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
     parts: list[ParameterPart] = []
     for bucket in buckets:
@@ -83,11 +83,11 @@ def view_of(device: int, buckets: Iterable[BucketUpdate], sizes: Sizes) -> View:
     return View(device=device, parts=tuple(parts))
 
 
-def small_views(device: int, buckets: Sequence[BucketUpdate], sizes: Sizes) -> Iterator[View]:
+def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterator[View]:
     """Yield what devices like this one are given in miniature: one view for each rank among few shards."""
     # Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
 
-    def cuts(bucket: BucketUpdate) -> tuple[int, int]:
+    def cuts(bucket: Bucket) -> tuple[int, int]:
         slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, slices
 
@@ -102,7 +102,7 @@ def small_views(device: int, buckets: Sequence[BucketUpdate], sizes: Sizes) -> I
         yield View(device=device, parts=tuple(parts))
 
 
-def cut(bucket: BucketUpdate, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
+def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
     """Yield what a device holds of a bucket whose parameters have these sizes.
 
     shard: the device's place among the shards, and of how many. position: among those that slice parameters.
@@ -145,7 +145,7 @@ def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
     return [(part.name, empty(part.shape(sizes[part.name]))) for part in view.parts]
 
 
-def true_sizes(buckets: Iterable[BucketUpdate]) -> dict[str, tuple[int, ...]]:
+def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the parameters in these buckets."""
     pieces = (piece for bucket in buckets for piece in bucket.pieces)
     return {piece.name: whole_sizes(piece.shape, piece.shardings) for piece in pieces}
@@ -159,7 +159,7 @@ def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
     )
 
 
-def small_sizes(sizes: Sizes, buckets: Iterable[BucketUpdate]) -> dict[str, tuple[int, ...]]:
+def small_sizes(sizes: Sizes, buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return small shapes with as many axes: axes that differ in size still do, in the same order."""
     shardings = {piece.name: piece.shardings for bucket in buckets for piece in bucket.pieces}
     local = {name: local_sizes(shape, shardings.get(name, ())) for name, shape in sizes.items()}
@@ -312,7 +312,7 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
 
 
 def empty_optimizer(
-    make: MakeOptimizer, buckets: Iterable[BucketUpdate], sizes: Sizes | None = None
+    make: MakeOptimizer, buckets: Iterable[Bucket], sizes: Sizes | None = None
 ) -> Optimizer | None:
     """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
 

@@ -15,7 +15,7 @@ from piper.ir.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.sharding import Sharding
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.ops import PAYLOADS, Adding, Field, OfBucket, OfChunk, Op, Payload, Routing, Rows
+from piper.plan.ops import PAYLOADS, Field, OfBucket, OfChunk, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.text import read_plans, show_instr, show_plans
 from piper.plan.updates import Piece
@@ -74,7 +74,7 @@ def payloads(name: str) -> list[tuple[Op, Payload]]:
         ("exchange", Routing(run=again, outward=False)),
         ("gather", OfBucket(bucket=name)),
         ("gather", OfBucket(bucket=name, run=again)),
-        ("accumulate", Adding(run=run)),
+        ("accumulate", run),
         ("all_reduce", OfBucket(bucket=name, run=run)),
         ("reduce_scatter", OfBucket(bucket=name, run=run)),
         ("broadcast", OfChunk(chunk=name)),

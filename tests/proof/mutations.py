@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from piper.lower.events import PendingInstr, synchronised
+from piper.lower.events import synchronised
 from piper.plan.instr import Instr
 from piper.plan.ops import OfBucket, Routing, Rows
 from piper.plan.plan import Plan, Plans
@@ -514,21 +514,7 @@ def mended(plans: Plans) -> Plans:
     """Return plans with fresh events and frees, so that an edit is hidden from the proof of order."""
     edited = []
     for plan in plans:
-        drafts = [
-            PendingInstr(
-                op=ins.op,
-                node=ins.node,
-                stream=ins.stream,
-                reads=ins.reads,
-                writes=ins.writes,
-                comm=ins.comm,
-                payload=ins.payload,
-                nbytes=ins.nbytes,
-                workspace=ins.workspace,
-            )
-            for ins in plan.instrs
-        ]
-        edited.append(replace(plan, instrs=synchronised(drafts, plan.slots)))
+        edited.append(replace(plan, instrs=synchronised(plan.instrs, {}, plan.slots)))
     return replace(plans, plans=tuple(edited))
 
 

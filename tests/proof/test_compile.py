@@ -8,8 +8,9 @@ from piper.errors import CompilerError
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.lower.emit import plan_of
-from piper.lower.events import PendingInstr
+from piper.lower.events import Keeps
 from piper.lower.state import LoweringState
+from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.plan.prove import ProofError
 from tests.proof import models
@@ -17,7 +18,7 @@ from tests.proof.programs import program, stages
 
 
 def test_a_mistake_of_the_lowering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(work: LoweringState, devices: Devices, drafts: list[PendingInstr]) -> Plan:
+    def mistaken(work: LoweringState, devices: Devices, drafts: list[Instr], keeps: Keeps) -> Plan:
         """Begin the sum of the loss with each microbatch: valid in order, wrong in value."""
         sums = (SlotId("loss"),)
         edited = [
@@ -26,7 +27,7 @@ def test_a_mistake_of_the_lowering_is_refused(monkeypatch: pytest.MonkeyPatch) -
             else draft
             for draft in drafts
         ]
-        return plan_of(work, devices, edited)
+        return plan_of(work, devices, edited, keeps)
 
     monkeypatch.setattr("piper.lower.emit.plan_of", mistaken)
     with pytest.raises(CompilerError) as caught:

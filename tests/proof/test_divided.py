@@ -156,7 +156,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "another operation": (
         lambda: after(TENSOR, "collect", "F[PP=0 TP=2]", how(op="max")),
-        "F[PP=0 TP=2] does max over TP 2; it should do all_reduce over TP 2",
+        "F[PP=0 TP=2] does TP 2 max none ->-; it should do TP 2 all_reduce none ->-",
     ),
     "the forward's operation in the backward": (
         lambda: after(
@@ -165,21 +165,19 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
             "B[PP=0 TP=1 MB=0]",
             how(op="all_gather", joined=Shard(dim=1), cut=None),
         ),
-        "B[PP=0 TP=1 MB=0] does all_gather over TP 2, joined along dimension 1; "
-        "it should do reduce_scatter over TP 2, cut along dimension 1",
+        "B[PP=0 TP=1 MB=0] does TP 2 all_gather all_gather 1>-; it should do TP 2 reduce_scatter all_gather ->1",
     ),
     "another dimension": (
         lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Shard(dim=2))),
-        "does all_gather over TP 2, joined along dimension 2; it should do all_gather over TP 2, joined along "
-        "dimension 1",
+        "does TP 2 all_gather reduce_scatter 2>-; it should do TP 2 all_gather reduce_scatter 1>-",
     ),
     "another order of slices": (
         lambda: after(CONTEXT, "collect", "F[PP=0 CP=0]", how(joined=Shard(dim=1))),
-        "it should do all_gather over CP 2, joined along dimension 1 zigzag",
+        "it should do CP 2 all_gather reduce_scatter 1z>-",
     ),
     "a shift the other way": (
         lambda: after("ring", "collect", "F[PP=0 CP=0]", how(op="shift_back")),
-        "F[PP=0 CP=0] does shift_back over CP 2; it should do shift over CP 2",
+        "F[PP=0 CP=0] does CP 2 shift_back shift_back ->-; it should do CP 2 shift shift_back ->-",
     ),
     "a shift left out": (
         lambda: without("ring", "collect", "F[PP=0 CP=1]"),
@@ -197,7 +195,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "blocks": (
         lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Shard(dim=1, blocks=2))),
-        "does all_gather over TP 2, joined along dimension 1 in 2 blocks; it should do",
+        "does TP 2 all_gather reduce_scatter 1/2>-; it should do",
     ),
     "another read": (
         lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=1]", reading("PP=0 #1.out0[MB=0]")),
@@ -216,19 +214,19 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a collective of a chunk that is none": (
         lambda: after(TENSOR, "collect", "F[PP=0 TP=0]", collecting(run=Pass(phase="F", chunk="PP=0"))),
-        "does all_reduce over TP 2 for F[PP=0], which must not happen here",
+        "has run=F[PP=0] how=TP 2 all_reduce none ->-, which must not happen here",
     ),
     "a gradient that should pass on": (
         lambda: after(TENSOR, "collect", "F[PP=0 TP=0]", collecting(run=Pass(phase="B", chunk="PP=0 TP=0"))),
-        "does all_reduce over TP 2 for B[PP=0 TP=0], which must not happen here",
+        "has run=B[PP=0 TP=0] how=TP 2 all_reduce none ->-, which must not happen here",
     ),
     "a backward of weights": (
         lambda: after(TENSOR, "collect", "B[PP=0 TP=1]", collecting(run=Pass(phase="BW", chunk="PP=0 TP=1"))),
-        "does all_reduce over TP 2 for BW[PP=0 TP=1], which must not happen here",
+        "has run=BW[PP=0 TP=1] how=TP 2 all_reduce none ->-, which must not happen here",
     ),
     "no collective at all": (
         lambda: after(TENSOR, "collect", "F[PP=0 TP=0]", lambda ins: replace(ins, payload=None)),
-        "F[PP=0 TP=0] does nothing, which must not happen here",
+        "F[PP=0 TP=0] has nothing, which must not happen here",
     ),
     "another microbatch": (
         lambda: after(
@@ -258,7 +256,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a sum that is taken apart": (
         lambda: after(TENSOR, "collect", "F[PP=0 TP=0]", lambda ins: replace(ins, op="slice")),
-        "F[PP=0 TP=0] takes a part by itself; it should be all_reduce over TP 2",
+        "F[PP=0 TP=0] takes a part by itself; it should be TP 2 all_reduce none ->-",
     ),
     "a part of another device": (
         lambda: after(OUT, "slice", "F[PP=1 TP=2]", collecting(devices=(2, 1, 4, 3)), device=1),
@@ -282,17 +280,17 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a field that is not divided": (
         lambda: after(CONTEXT, "load", "tokens", loading(slices=())),
-        "which holds field tokens; it should hold field tokens (slices 0,1,0,1 of 2 along dimension 1, zigzag)",
+        "which holds field tokens; it should hold field tokens (slices 0,1,0,1 of 2 along 1z)",
     ),
     "a field in another order": (
         lambda: after(CONTEXT, "load", "labels", loading(slices=(Sharding(dim=1, degree=2),))),
-        "which holds field labels (slices 0,1,0,1 of 2 along dimension 1); "
-        "it should hold field labels (slices 0,1,0,1 of 2 along dimension 1, zigzag)",
+        "which holds field labels (slices 0,1,0,1 of 2 along 1); "
+        "it should hold field labels (slices 0,1,0,1 of 2 along 1z)",
     ),
     "a field along another axis": (
         lambda: after(TWO, "load", "tokens", loading(slices=(Sharding(dim=1, degree=2),))),
-        "which holds field tokens (slices 0,1,0,1,0,1,0,1 of 2 along dimension 1); "
-        "it should hold field tokens (slices 0,0,1,1,0,0,1,1 of 2 along dimension 1)",
+        "which holds field tokens (slices 0,1,0,1,0,1,0,1 of 2 along 1); "
+        "it should hold field tokens (slices 0,0,1,1,0,0,1,1 of 2 along 1)",
     ),
     "samples of each device": (
         lambda: after(SEQUENCE, "load", "tokens MB=0", loading(degree=1)),
@@ -300,8 +298,8 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "samples of other groups": (
         lambda: after(TENSOR, "load", "tokens", loading(devices=(2, 3, 0, 1))),
-        "which holds field tokens, on device 0 of cells 1-1 of shard 0; "
-        "it should hold field tokens, on device 0 of cells 0-0 of shard 0",
+        "which holds field tokens, on device 0 of cells 1-1; "
+        "it should hold field tokens, on device 0 of cells 0-0",
     ),
     "groups of no devices": (
         lambda: after(TENSOR, "load", "tokens", loading(degree=0)),
@@ -309,13 +307,13 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a transfer to another shard": (
         lambda: comm(SEQUENCE, "0,1>2,3/2:2", ((0, 3), (1, 2))),
-        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 1; "
-        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 0",
+        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 1-1; "
+        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0",
     ),
     "a sum over the group that is left out": (
         lambda: without(SEQUENCE, "all_reduce", "reduce[PP=0 #1/0"),
-        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0; it should hold "
-        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0 and cells 0-0 of shard 1",
+        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0; it should hold "
+        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-1",
     ),
     "losses of a group counted twice": (
         lambda: table(TENSOR, copies=1),
@@ -331,18 +329,17 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a parameter that is whole": (
         lambda: piece(TENSOR, "PP=0/0", shardings=(), shape=(8, 4)),
-        "PP=0/0 holds embedding.weight whole; it should be in 2 parts along dimension 0",
+        "PP=0/0 holds embedding.weight whole; it should be 0:2",
     ),
     "a parameter along another dimension": (
         lambda: piece(TENSOR, "PP=0/0", shardings=(Sharding(dim=1, degree=2),), shape=(8, 2)),
-        "PP=0/0 holds embedding.weight in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
+        "PP=0/0 holds embedding.weight 1:2; it should be 0:2",
     ),
     "a parameter over other groups": (
         lambda: piece(
             TENSOR, "PP=0/0", shardings=(Sharding(dim=0, degree=2, stride=2, zigzag=True, blocks=2),)
         ),
-        "PP=0/0 holds embedding.weight in 2 parts along dimension 0, 2 apart, 2 blocks, zigzag; "
-        "it should be in 2 parts along dimension 0",
+        "PP=0/0 holds embedding.weight 0/2z:2*2; it should be 0:2",
     ),
     "a parameter of another shape": (
         lambda: piece(TENSOR, "PP=0/0", shape=(8, 4)),

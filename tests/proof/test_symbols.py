@@ -9,10 +9,10 @@ from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.select import at
 from piper.plan.instr import Instr
-from piper.plan.ops import Adding, Field, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.ops import Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.covers import Covers
-from piper.proof.decode import described, routed, rows_of
+from piper.proof.decode import described, rows_of
 from piper.proof.specification import Specification, microbatches_of
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.symbolic_values import NOTHING, Amounts
@@ -75,7 +75,10 @@ def test_the_rows_of_divided_experts() -> None:
     assert held(covers, covers.own_share(0, (0, 1, 2, 3), Axis(degree=2))) == (
         ((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),),
     )  # fmt: skip
-    assert held(covers, covers.everything(0, 2)) == (((0, 8, 1),),) * 4
+    assert (
+        held(covers, covers.own_share(0, (0, 1, 2, 3), Axis(degree=2), every_share=True))
+        == (((0, 8, 1),),) * 4
+    )
 
 
 def test_cutting_and_joining() -> None:
@@ -101,10 +104,13 @@ def test_sums_over_groups() -> None:
     slices = [covers.of_set(0, (0, 1, 2, 3)), covers.of_set(1, (0, 1, 2, 3))]
     assert slices[0] is not None and slices[1] is not None
     given = ((0, slices[0]), (1, slices[1]))
-    assert covers.summed("all", given, (0, 1)) == {0: covers.everything(0), 1: covers.everything(1)}
+    assert covers.summed("all", given, (0, 1)) == {
+        0: covers.own_share(0, (0, 1), None),
+        1: covers.own_share(1, (2, 3), None),
+    }
     crossed = covers.summed("across", given, (0, 1))
     assert held(covers, crossed[0]) == (((0, 1, 1), (2, 3, 1)), ((1, 2, 1), (3, 4, 1)))
-    full = ((0, covers.everything(0)), (1, covers.everything(1)))
+    full = ((0, covers.own_share(0, (0, 1), None)), (1, covers.own_share(1, (2, 3), None)))
     assert held(covers, covers.summed("all", full, (0, 1))[0]) == (((0, 4, 4),),) * 2
 
 
@@ -122,9 +128,6 @@ def test_payloads_are_read_as_the_runtime_reads_them() -> None:
     def ins(payload: Payload) -> Instr:
         return Instr(op="compute", node="n", stream="s", payload=payload)
 
-    run = Pass(phase="BW", chunk="PP=0 #1", part=(("MB", 1),))
-    assert routed(ins(Routing(run=run, outward=False))) == Routing(run=run, outward=False)
-    assert routed(ins(run)) is None
     assert rows_of(ins(Rows(start=1, stop=3, of=4))) == (1, 3, 4)
     assert rows_of(ins(None)) == (0, 1, 1)
 
@@ -143,14 +146,12 @@ def test_slots_are_read_as_the_runtime_reads_them() -> None:
 def test_payloads_in_words() -> None:
     run = Pass(phase="F", chunk="PP=0", part=(("MB", 1),))
     payloads: dict[str, Payload] = {
-        "F[PP=0 MB=1]": run,
-        "sum of F[PP=0 MB=1]": Adding(run=run),
-        "field x": Field(name="x", part=(), devices=(0,)),
-        "1:3/4": Rows(start=1, stop=3, of=4),
-        "out for F[PP=0 MB=1]": Routing(run=run),
-        "back for F[PP=0 MB=1]": Routing(run=run, outward=False),
-        "PP=0/0": OfBucket(bucket="PP=0/0", run=run),
-        "PP=0": OfChunk(chunk="PP=0"),
+        "run=F[PP=0 MB=1]": run,
+        "field=x devices=0": Field(name="x", part=(), devices=(0,)),
+        "rows=1:3/4": Rows(start=1, stop=3, of=4),
+        "run=F[PP=0 MB=1] outward=0": Routing(run=run, outward=False),
+        "bucket=PP=0/0 run=F[PP=0 MB=1]": OfBucket(bucket="PP=0/0", run=run),
+        "chunk=PP=0": OfChunk(chunk="PP=0"),
         "nothing": None,
     }
     assert [described(payload) for payload in payloads.values()] == [*payloads]

@@ -241,19 +241,19 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         2,
         changing("compute", "F[PP=1 MB=0]", payload=forward("PP=0")),
-        "F[PP=1 MB=0] runs F[PP=0 MB=0], which this device must not run",
+        "F[PP=1 MB=0] has run=F[PP=0 MB=0], which this device must not run",
     ),
     "no chunk": (
         pipeline,
         2,
         changing("compute", "F[PP=1 MB=0]", payload=forward("PP=7")),
-        "F[PP=1 MB=0] runs F[PP=7 MB=0], which this device must not run",
+        "F[PP=1 MB=0] has run=F[PP=7 MB=0], which this device must not run",
     ),
     "no phase": (
         pipeline,
         2,
         changing("compute", "F[PP=1 MB=0]", payload=None),
-        "F[PP=1 MB=0] runs nothing, which this device must not run",
+        "F[PP=1 MB=0] has nothing, which this device must not run",
     ),
     "a compute on a microbatch that does not exist": (
         pipeline,
@@ -290,13 +290,13 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         0,
         changing("send", "out0[MB=0]", payload=Rows(start=0, stop=1, of=2)),
-        "takes rows 0:1/2 of output 0 of PP=0 on MB=0, which cannot be cut there",
+        "takes rows=0:1/2 of output 0 of PP=0 on MB=0, which cannot be cut there",
     ),
     "a cut through parameters": (
         pipeline,
         0,
         changing("send", "out0[MB=0]", payload=Rows(start=0, stop=1, of=2), reads=("PP=0/0.param",)),
-        "takes rows 0:1/2 of the old parameters of PP=0/0, which cannot be cut there",
+        "takes rows=0:1/2 of the old parameters of PP=0/0, which cannot be cut there",
     ),
     "other rows": (
         unequal,
@@ -431,7 +431,7 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         experts,
         0,
         changing("exchange", "F[PP=0 EP=0 route MB=0]", payload=Routing(run=forward("PP=0"))),
-        "moves rows out for F[PP=0 MB=0], which must not happen here",
+        "has run=F[PP=0 MB=0] outward=1, which must not happen here",
     ),
     "rows moved back instead of out": (
         experts,
@@ -463,19 +463,19 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         0,
         changing("gather", "for update", payload=OfBucket(bucket="PP=1/0")),
-        "gathers 'PP=1/0', of which this device holds nothing",
+        "gathers PP=0/0.param into PP=0/0.param for 'PP=1/0'",
     ),
     "a gather from another slot": (
         pipeline,
         0,
         changing("gather", "for update", reads=("PP=0/0.state",)),
-        "gathers PP=0/0 from PP=0/0.state, not from PP=0/0.param",
+        "gathers PP=0/0.state into PP=0/0.param for 'PP=0/0'",
     ),
     "a gather into another slot": (
         lambda: pipeline(zero=3),
         0,
         changing("gather", "for F[PP=0 MB=0]", writes=("PP=0/0.param",)),
-        "gathers PP=0/0 (zero=3) into PP=0/0.param",
+        "gathers PP=0/0.param into PP=0/0.param for 'PP=0/0'",
     ),
     "a gather among other devices": (
         experts,
@@ -493,13 +493,13 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         0,
         changing("reduce_scatter", "PP=0/0", payload=OfBucket(bucket="PP=1/0")),
-        "scatters 'PP=1/0', of which this device holds nothing",
+        "into PP=0/0.grad_shard for 'PP=1/0'",
     ),
     "a reduction that adds to another slot": (
         experts,
         0,
         changing("reduce_scatter", "PP=1/0 after B[PP=1 MB=1]", reads=("PP=1/0.g[MB=1]", "loss")),
-        "adds to another slot than it writes",
+        "scatters PP=1/0.g[MB=1], loss into PP=1/0.grad_shard for 'PP=1/0'",
     ),
     "a reduction added to another shard": (
         experts,
@@ -645,9 +645,7 @@ def test_operations_that_differ_between_devices() -> None:
 
 def test_a_collective_about_different_things() -> None:
     edit = changing("all_reduce", "after tied", payload=OfBucket(bucket="shared@PP=1"))
-    wanted = (
-        "reduce[shared@PP=0 after tied] is about different things on its devices: shared@PP=0 and shared@PP=1"
-    )
+    wanted = "reduce[shared@PP=0 after tied] is about different things on its devices: bucket=shared@PP=0 and bucket=shared@PP=1"
     assert wanted in said(tied(), (2, edit))
 
 
@@ -766,17 +764,17 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
     "ways": (
         experts,
         lambda plans: divided(plans, "PP=0/0", Sharding(dim=0, degree=2)),
-        "PP=0/0 holds pre.0 in 2 parts along dimension 0; it should be whole",
+        "PP=0/0 holds pre.0 0:2; it should be whole",
     ),
     "a dimension": (
         experts,
         lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(dim=1, degree=2)),
-        "PP=0 EP=0/0 holds experts.0 in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
+        "PP=0 EP=0/0 holds experts.0 1:2; it should be 0:2",
     ),
     "a buffer": (
         weighted,
         lambda plans: with_buffer(plans, "fixed", sharding=Sharding(dim=0, degree=2), placed=(0, 1)),
-        "PP=1 finds buffer.fixed in 2 parts along dimension 0 over 0,1; it should be whole",
+        "PP=1 finds buffer.fixed 0:2 on 0,1; it should be whole on all",
     ),
     "groups": (
         experts,

@@ -26,7 +26,7 @@ from piper.check.reference import Reference
 from piper.compiler import Program, optimizer_probe
 from piper.compiler.optimizer_probe import OptimizerFacts, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
-from piper.plan.updates import BucketUpdate
+from piper.plan.bucket import Bucket
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_inline
 from piper.runtime.trainers import MakeOptimizer, Sizes
@@ -98,7 +98,7 @@ class Shared:
         ):
             yield
 
-    def probed(self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
+    def probed(self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]) -> OptimizerFacts:
         """What an optimizer does on some buckets; the rest of a strategy does not matter to it."""
         key = (same(make), tuple(sizes.items()), tuple(buckets))
         if key not in self.probes:

@@ -163,7 +163,10 @@ def test_the_proof_notices_what_is_not_resharded(program: Program) -> None:
 
     for kind, why in (
         ("grad_full", "grad_full, which holds nothing"),
-        ("param", "gathers PP=0/0 (zero=1)"),
+        (
+            "param",
+            "gathers PP=0/0.param into PP=0/0.param for 'PP=0/0'; PP=0/0.param holds the in full parameters",
+        ),
     ):
         with pytest.raises(ProofError) as error:
             prove_values(changed(program, without(kind)), program.graph, clip=True, whole=True)

@@ -12,7 +12,7 @@ from piper.cli.profile import print_rows, rows_of
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
-from piper.plan.ops import Adding, Op
+from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans, Slot
 from piper.simulate.account import Span, Timeline, account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
@@ -125,7 +125,7 @@ def profile_of(*devices: tuple[Times, ...]) -> Profile:
             stream="other",
             waits=(0,),
             writes=(total,),
-            payload=Adding(run=backward),
+            payload=backward,
         ),
     )
     plan = Plan(

@@ -16,9 +16,9 @@ from piper.checkpoint.metadata import SavedPiece
 from piper.checkpoint.save import Copied, Shapes, record_of
 from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
 from piper.ir.ids import SlotId, buffer_slot, param_slot
+from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.plan.protected import ProtectedState
-from piper.plan.updates import BucketUpdate
 from piper.runtime.accelerator import is_accelerator, pin, unpin
 from piper.workers.transport.serialize import Codec, rounded
 
@@ -235,7 +235,7 @@ class Holders:
         return [(device, held_in(file, n)) for device, file, n in self.all_of(files, step) or ()]
 
 
-def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:
+def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
     """Return the buckets and buffers that a device is the one to save and no instruction copies."""
     copied = copied_slots(plans)
     buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
