@@ -103,17 +103,12 @@ class SharedFile:
         about = os.fstat(descriptor)
         return SharedFile(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
 
-    def open(self) -> int | None:
-        """Open the file. None: it is not a file of this machine."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR)
-        except OSError:
-            return None
+    def open(self) -> int:
+        """Open the file, which must be one of this machine."""
+        descriptor = os.open(self.path, os.O_RDWR)
         about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) == self.stamp:
-            return descriptor
-        os.close(descriptor)  # a process of another machine has the same number
-        return None
+        assert (about.st_dev, about.st_ino) == self.stamp, "a process of another machine has the same number"
+        return descriptor
 
 
 def nameless_file(size: int) -> int:

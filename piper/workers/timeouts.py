@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Bounds in seconds, by what waits for what.
-
-    Those that depend on the job are options: `launch(timeout=)`, `--stall` and `--grace`.
-    """
+    """Bounds in seconds. Those that depend on the job are `launch(timeout=)`, `--stall` and `--grace`."""
 
     # Starting
     meeting: float = 120.0  # workers, agents and ranks find each other: some start late, on busy machines
