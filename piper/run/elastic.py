@@ -54,12 +54,10 @@ class ElasticRecovery(Recovery):
         super().__init__(*given, **more)
         self.sizes = sizes
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
-        self.cleanup = ExitStack()
-        self.states: Path | None = None  # the folder in memory for them, made when the first one moves
-        self.folders: set[Path] = set()  # of states that have moved
+        self.states: dict[Path, ExitStack] = {}  # that move, and what removes them
         if self.disk is not None:
             for left in self.disk.folder.glob(f"{MOVED}*"):  # by a run that was killed
-                rmtree(left)
+                rmtree(left, ignore_errors=True)  # the process that removes it may be faster
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
@@ -107,24 +105,21 @@ class ElasticRecovery(Recovery):
         """Return the folder in which the state can move: all workers see it. None: there is none."""
         if not self.starter.near:
             return None if self.disk is None else self.disk.folder
-        if self.states is None:  # workers write and read a checkpoint there, so it has a name
-            where = MEMORY if os.access(MEMORY, os.W_OK) else None
-            self.states = self.cleanup.enter_context(folder_for_now(f"{MOVED}{os.getpid()}-", where))
-        return self.states
+        return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
     @contextmanager
     def _folder(self, where: Path) -> Iterator[Path]:
         """Yield the path for a state that moves, and remove it if the run does not go on from it."""
-        folder = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
+        hold = ExitStack()
+        state = hold.enter_context(folder_for_now(f"{MOVED}{os.getpid()}-", where)) / "state"
+        self.states[state] = hold
         try:
-            yield folder / "state"
+            yield state
         finally:
-            if folder not in self.folders:
-                rmtree(folder, ignore_errors=True)
+            self._drop(None if self.moved is None else self.moved[0])
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
-        self.folders.add(state.parent)  # first: an interrupt between the two must not remove what is needed
         self.moved = (state, step)
         self._drop(state)
         self._switch(program, places)
@@ -138,7 +133,6 @@ class ElasticRecovery(Recovery):
         versions = self.versions.of(program.plans)
         self.versions.close()
         self.versions = versions
-        versions.forget(lambda step: True)
         self.protected = False
         self.starter.use(program, versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
@@ -213,10 +207,8 @@ class ElasticRecovery(Recovery):
     def _drop(self, needed: Path | None) -> None:
         """Give back the memory of states that have moved, but for the one that is needed."""
         self.moved = None if needed is None else self.moved
-        for folder in [*self.folders]:
-            if needed is None or folder != needed.parent:
-                rmtree(folder)
-                self.folders.discard(folder)
+        for state in self.states.keys() - {needed}:
+            self.states.pop(state).close()
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
         """End all workers, and write the newest state as a checkpoint. Return its step.
@@ -237,4 +229,3 @@ class ElasticRecovery(Recovery):
         """End every worker. Idempotent."""
         super().close()
         self._drop(None)
-        self.cleanup.close()
