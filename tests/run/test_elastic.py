@@ -29,7 +29,7 @@ from piper.run.elastic import MOVED, ElasticRange, ElasticRecovery
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run import Run
-from piper.run.run_events import Disk, Event
+from piper.run.run_events import Event
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -40,7 +40,7 @@ from piper.workers.processes import gone
 from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import too_little
 from tests import plain
-from tests.run.recoveries import elastic_of
+from tests.run.recoveries import disk_with, elastic_of
 
 
 class Net(nn.Module):
@@ -263,7 +263,9 @@ def test_a_machine_that_is_lost_and_one_that_comes(
         elastic_of(run).starter, elastic_of(run).current = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
-        elastic_of(run).disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+        elastic_of(run).disk = disk_with(
+            folder=tmp_path, past=lambda last: [], batches=lambda found: iter(())
+        )
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
     assert [(e.step, e.what) for e in events if e.event == "resize"] == [
@@ -394,7 +396,7 @@ def test_a_state_that_a_killed_run_has_left_beside_its_checkpoints_goes(
 ) -> None:
     for name in ("piper-resize-left", "step-00000001"):
         (tmp_path / name).mkdir()
-    disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+    disk = disk_with(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
     make = partial(ElasticRecovery, sizes=sizes)
     with recovering(program, "inline", Options(), retries=1, disk=disk, make=make):
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
