@@ -143,11 +143,11 @@ class AgentVersions(Versions):
     def share(self, step: int) -> None:
         """Bring the sections of a version to all machines, before workers read them."""
         self._look()
-        chosen = self._chosen(step)
-        images = {place: self._image(place) for place in chosen}
+        chosen, leads = self._chosen(step), self._leads().values()
+        images = {place: self._image(place) for place in chosen} if len(leads) > 1 else {}
         moved = [
             agent.actor.take.remote(place, images[place], HEAD.size)
-            for agent in self._leads().values()
+            for agent in leads
             for place in chosen
             if self.agents[place[0]].node != agent.node
         ]
