@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
-from piper.workers.group import WorkerGroup
+from piper.workers.group import A, R, WorkerGroup
 from piper.workers.results import Resumed
 from piper.workers.serve import WorkerAnswers
 from piper.workers.timeouts import TIMEOUTS
@@ -141,10 +141,6 @@ def with_states(callbacks: Sequence[Callback], data: object) -> object:
     states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
     kept = {name: state for name, state in states.items() if state}
     return {CALLBACKS: kept, DATA: data} if kept else data
-
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

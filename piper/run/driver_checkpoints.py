@@ -36,11 +36,9 @@ def write_version(
     """Write a complete version as a checkpoint, with the unread values and options that were set after it."""
     target = target_of(path)
     plain = encode(data, "data")
-    parts: dict[str, list[TensorRange]] = {
-        f"device-{device:05}": ranges for device, ranges in versions.parts(step).items()
-    }
+    record_before, ranges_of = versions.saved(step, program.job.seed)
+    parts = {f"device-{device:05}": ranges for device, ranges in ranges_of.items()}
     parts["driver"] = unread_parts(program, unread)
-    record_before = versions.reader(step, program.job.seed).record
     with begun(target) as partial:  # now nothing can be lost any more with a machine that holds the version
         written = [write_parts(partial, name, ranges) for name, ranges in parts.items()]
     record = replace(

@@ -10,13 +10,10 @@ run's checkpoints if there are several machines, and the workers of the other la
 checkpoints reads any layout.
 """
 
-import fcntl
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -30,8 +27,10 @@ from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
 from piper.run.run_events import Event, Phases, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
-from piper.workers.processes import MEMORY
+from piper.workers.processes import MEMORY, folder_for_now
 from piper.workers.results import Batch, StepResult
+
+MOVED = "piper-resize-"  # begins the names of folders in which a state moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +54,10 @@ class ElasticRecovery(Recovery):
         super().__init__(*given, **more)
         self.sizes = sizes
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
-        self.states: MovingStates | None = None  # made when the first state moves
-        self.folders: set[Path] = set()  # of states that have moved
+        self.states: dict[Path, ExitStack] = {}  # that move, and what removes them
         if self.disk is not None:
             for left in self.disk.folder.glob(f"{MOVED}*"):  # by a run that was killed
-                rmtree(left)
+                rmtree(left, ignore_errors=True)  # the process that removes it may be faster
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
@@ -107,22 +105,21 @@ class ElasticRecovery(Recovery):
         """Return the folder in which the state can move: all workers see it. None: there is none."""
         if not self.starter.near:
             return None if self.disk is None else self.disk.folder
-        self.states = self.states or MovingStates()
-        return self.states.path
+        return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
     @contextmanager
     def _folder(self, where: Path) -> Iterator[Path]:
         """Yield the path for a state that moves, and remove it if the run does not go on from it."""
-        folder = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
+        hold = ExitStack()
+        state = hold.enter_context(folder_for_now(f"{MOVED}{os.getpid()}-", where)) / "state"
+        self.states[state] = hold
         try:
-            yield folder / "state"
+            yield state
         finally:
-            if folder not in self.folders:
-                rmtree(folder, ignore_errors=True)
+            self._drop(None if self.moved is None else self.moved[0])
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
-        self.folders.add(state.parent)  # first: an interrupt between the two must not remove what is needed
         self.moved = (state, step)
         self._drop(state)
         self._switch(program, places)
@@ -136,7 +133,6 @@ class ElasticRecovery(Recovery):
         versions = self.versions.of(program.plans)
         self.versions.close()
         self.versions = versions
-        versions.forget(lambda step: True)
         self.protected = False
         self.starter.use(program, versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
@@ -211,10 +207,8 @@ class ElasticRecovery(Recovery):
     def _drop(self, needed: Path | None) -> None:
         """Give back the memory of states that have moved, but for the one that is needed."""
         self.moved = None if needed is None else self.moved
-        for folder in [*self.folders]:
-            if needed is None or folder != needed.parent:
-                rmtree(folder)
-                self.folders.discard(folder)
+        for state in self.states.keys() - {needed}:
+            self.states.pop(state).close()
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
         """End all workers, and write the newest state as a checkpoint. Return its step.
@@ -235,84 +229,3 @@ class ElasticRecovery(Recovery):
         """End every worker. Idempotent."""
         super().close()
         self._drop(None)
-        if self.states is not None:
-            self.states.close()
-
-
-MOVED = "piper-resize-"  # begins the names of folders in which a state moves
-REMOVER = """
-import fcntl, os, shutil, sys, time
-try:
-    folder = os.open(sys.argv[1], os.O_RDONLY)
-except FileNotFoundError:
-    sys.exit()
-fcntl.flock(folder, fcntl.LOCK_EX)
-until = time.monotonic() + 60
-while os.path.exists(sys.argv[1]) and time.monotonic() < until:  # a worker may still write, until it is ended
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    time.sleep(0.1)
-"""
-
-
-class MovingStates:
-    """The folder in memory through which the state of a run moves to another layout. Nothing of it stays.
-
-    Workers write and read a checkpoint there, so it has a name, and would outlive a run that is killed. The
-    driver holds a lock on it. A process of its own waits for the lock: it is free when the driver is gone,
-    and the folder is removed. What is left if that process is killed too is removed when the next elastic run
-    of this machine starts, because no process holds its lock.
-    """
-
-    def __init__(self) -> None:
-        """Make the folder, and remove those of runs that were killed."""
-        where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        remove_left(where)
-        self.path, self.lock = locked_folder(where)
-        words = [sys.executable, "-I", "-S", "-c", REMOVER, str(self.path)]
-        self.remover = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def close(self) -> None:
-        """Remove the folder. Idempotent."""
-        if self.remover.returncode is not None:
-            return
-        rmtree(self.path, ignore_errors=True)  # the remover may have been faster
-        self.remover.kill()
-        self.remover.wait()
-        os.close(self.lock)
-
-
-def locked_folder(where: Path) -> tuple[Path, int]:
-    """Return a new folder, and a descriptor that holds a lock on it."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
-        with try_lock(path) as lock:
-            if lock is not None:
-                return path, os.dup(lock)  # the lock stays with its last descriptor
-        # Another run has taken it for one that was left, before it was locked.
-
-
-def remove_left(where: Path) -> None:
-    """Remove the folders of runs that were killed: no process holds their locks."""
-    for path in where.glob(f"{MOVED}*"):
-        with try_lock(path) as lock:
-            if lock is not None:
-                rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def try_lock(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor with a lock on a folder. None: another process has it, or has removed the folder."""
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # it is gone, or another user's
-        yield None
-        return
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.path.samestat(os.fstat(folder), path.stat())
-        except OSError:
-            there = False
-        yield folder if there else None
-    finally:
-        os.close(folder)

@@ -13,13 +13,14 @@ from piper.ir.format import count, size
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
+from piper.run.session import Session
 from piper.run.sessions import FollowerSessions, LeaderSessions, Sessions
 from piper.runtime.accelerator import accelerators, is_accelerator, module
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
-from piper.workers.group import GivenGroup, Starter
+from piper.workers.group import Starter
 from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.rank_environment import RANKS, RankEnvironment, check_size, check_started, rank_environment
 from piper.workers.rendezvous import check_key, find_address, next_launch
@@ -116,10 +117,11 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
     """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
-    from piper.workers.inline import InlineWorkerGroup
+    from piper.workers.inline import InlineStarter
 
-    group = InlineWorkerGroup(program, options, versions)
-    return start_run(Sessions(program, options, GivenGroup(group)))
+    starter = InlineStarter(program)
+    starter.files = versions
+    return start_run(Sessions(program, options, starter))
 
 
 def launch_local(program: ProgramLike, options: Options = DEFAULT, forks: ForkServer | None = None) -> Run:
@@ -239,10 +241,11 @@ class SingleRankRun(Run):
     saves = False
 
     def __init__(self, group: SingleRankGroup) -> None:
-        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
+        super().__init__(Sessions(group.program, group.options, Starter(group.program)))
         self.device, self.setup, self.plans = group.device, group.setup, group.program.plans
         self.network, self.engine, self.seconds = group.network, group.engine, group.seconds
-        self.sessions.begin()
+        group.begin()
+        self.sessions.current = Session(group, self.sessions.repeats)
         self.worker = group.worker
 
     def peak(self) -> PeakMemory:

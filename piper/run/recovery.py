@@ -67,13 +67,9 @@ class Recovery(Sessions):
         notify: Notify = lambda event: None,
         disk: Disk | None = None,
     ) -> None:
-        """Prepare the first session.
-
-        stall: seconds without progress that are a failure. None: as steps turn out to take.
-        disk: the checkpoints to go on from where memory is lost. None: there are none.
-        """
+        """Prepare the first session; `stall`: seconds without progress that are a failure, else by steps."""
         super().__init__(program, options, starter)
-        self.disk, self.source, self.versions = disk, "memory", versions
+        self.disk, self.versions = disk, versions
         self.retries = self.left = retries
         self.given_stall, self.notify = stall, notify
         self.begun: tuple[Path | str | None, int] = (None, 0)  # the checkpoint that it began from, its step
@@ -98,7 +94,8 @@ class Recovery(Sessions):
         if self.done not in self.completed:  # the loop is the user's own
             self.completed[self.done] = with_states(self.program.job.callbacks, None)
         self.batches[self.done + 1] = batch
-        if self.times.begin(batch) and self.current is not None:
+        self.times.begin(batch)
+        if self.current is not None:
             self.starter.expect(self.current.group, self.stall)
         result = super().step(batch)
         self.results[self.done] = result
@@ -109,7 +106,6 @@ class Recovery(Sessions):
         if self.good >= REFILL:
             self.left = self.retries
         if self.current is not None:
-            self.starter.expect(self.current.group, self.stall)
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
         for address, took in self.starter.warmed():
@@ -149,10 +145,8 @@ class Recovery(Sessions):
                 if self.current is None:
                     self._start()
                 return act()
-            except WorkerError as error:
-                self._fail(error)
-            except LaunchError as error:
-                if self.failed_at is None:
+            except (WorkerError, LaunchError) as error:
+                if isinstance(error, LaunchError) and self.failed_at is None:
                     raise  # it never ran
                 self._fail(error)
 
@@ -204,8 +198,7 @@ class Recovery(Sessions):
             self.unread, self.protected = dict(session.unread), False
         batches = self.disk.batches(loaded)
         self._replay(session, loaded.step, lambda step: next(batches))
-        self.source = str(path)
-        self._recovered(loaded.step)
+        self._recovered(loaded.step, str(path))
 
     def _launch(self, options: Options) -> Session:
         """Start all workers."""
@@ -285,20 +278,19 @@ class Recovery(Sessions):
                 self.current.close()
             self.current = None
 
-    def _recovered(self, version: int) -> None:
+    def _recovered(self, version: int, source: str = "memory") -> None:
         assert self.failed_at is not None
         seconds, self.failed_at = monotonic() - self.failed_at, None
         event = Event(
             event="recovery",
             step=self.at,
             version=version,
-            source=self.source,
+            source=source,
             replayed=self.done - version,
             seconds=round(seconds, 3),
             phases={name: round(took, 3) for name, took in self.phases.items()},
             left=self.left,
         )
-        self.source = "memory"
         self.notify(event)
 
     def _protect(self) -> None:

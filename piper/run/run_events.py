@@ -19,7 +19,6 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.devices import show
 from piper.job import Job
 from piper.plan.plan import Plans
-from piper.run.checkpointing import checkpoints_of
 from piper.runtime.worker import Sums
 from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
@@ -113,31 +112,22 @@ class Repeats:
         return f"Rows exceeded their blocks in {steps}: blocks have room for capacity={room:.3g}, and {need}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The checkpoints of a run."""
+    """The checkpoints of a run, in a folder that all machines see."""
 
-    folder: Path  # that all machines see
-    past: Callable[[int], Sequence[Path]]  # those up to a step that are complete, the newest first
-    batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
+    def __init__(self, folder: Path, job: Job) -> None:
+        self.folder, self.job = folder, job
 
-
-def disk_of(folder: Path, job: Job) -> Disk | None:
-    """Return how a run goes on from its checkpoints where its memory is lost. None: it saves none."""
-    where = checkpoints_of(folder, job)
-    if where is None:
-        return None
-
-    def past(last: int) -> list[Path]:
-        complete = [path for path in candidates(where) if isinstance(path, Path)]
+    def past(self, last: int) -> Sequence[Path]:
+        """Return those up to a step that are complete, the newest first."""
+        complete = [path for path in candidates(self.folder) if isinstance(path, Path)]
         return [path for path in complete if read_record(path).step <= last]
 
-    def batches(resumed: Resumed) -> Feed:
-        feed = Feed(job.data, job.seed)
+    def batches(self, resumed: Resumed) -> Iterator[Mapping[str, Tensor]]:
+        """Return the batches that follow a checkpoint."""
+        feed = Feed(self.job.data, self.job.seed)
         feed.seek(resumed.step, resumed.data)
         return feed
-
-    return Disk(folder=where, past=past, batches=batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +175,10 @@ class StepTimes:
         self.shape: object = None
         self.known: dict[object, deque[float]] = {}
 
-    def begin(self, batch: object) -> bool:
-        """Note the batch of the next step. Return whether its shape is another than that of the last one."""
-        before, fields = self.shape, batch.items() if isinstance(batch, Mapping) else ()
+    def begin(self, batch: object) -> None:
+        """Note the batch of the next step."""
+        fields = batch.items() if isinstance(batch, Mapping) else ()
         self.shape = tuple((name, getattr(field, "shape", None)) for name, field in fields)
-        return before is not None and before != self.shape
 
     def add(self, seconds: float) -> None:
         """Note how long a step took."""

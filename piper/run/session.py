@@ -8,7 +8,6 @@ evaluation runs forward-only programs.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from piper.runtime.expert_exchange import TABLES
 from piper.runtime.recorders import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.worker import Sums
-from piper.workers.group import WorkerGroup
+from piper.workers.group import A, R, WorkerGroup
 from piper.workers.messages import BatchSlicer
 from piper.workers.results import (
     Batch,
@@ -49,8 +48,6 @@ from piper.workers.results import (
 )
 from piper.workers.serve import ProgramBatch, WorkerAnswers
 
-A = TypeVar("A")
-R = TypeVar("R")
 AT_HOME = ("load", "adopt", "restore", "owned", "optimizer_state")
 # ^ calls about the state as the first program holds it
 LOADS = ("load", "adopt", "restore")  # those that change the values of buffers

@@ -32,7 +32,7 @@ from piper.plan.bucket import Bucket
 from piper.run.run import Run
 from piper.runtime.recorders import WARM, ClockOffset, DeviceProfile
 from piper.runtime.trainers import Sizes, advance, empty_optimizer, make_scheduler
-from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
+from piper.simulate.profile import FOLDER, Profile, Track, fingerprint, works_of, write_profile
 from piper.simulate.simulate import TOKENS
 from piper.view.plan_trace import profile_trace
 from piper.view.provenance import FILE, METRICS
@@ -58,8 +58,7 @@ class Measure:
 
     def as_line(self) -> dict[str, object]:
         """Return the line of `metrics.jsonl`, which has metrics only where the loss returns some."""
-        line = asdict(self)
-        return line if self.metrics else {key: value for key, value in line.items() if key != "metrics"}
+        return {key: value for key, value in asdict(self).items() if key != "metrics" or value}
 
 
 Reporter = Callable[[Measure], None]
@@ -69,11 +68,7 @@ class Rate:
     """The learning rate of each step, from an optimizer like the workers' that has nothing to train."""
 
     def __init__(
-        self,
-        job: Job,
-        buckets: Iterable[Bucket],
-        resumed: Trainer | None = None,
-        sizes: Sizes | None = None,
+        self, job: Job, buckets: Iterable[Bucket], resumed: Trainer | None = None, sizes: Sizes | None = None
     ) -> None:
         """Build the schedule, from a resumed state if any; `sizes`: of all parameters that are trained."""
         self._job = job
@@ -142,16 +137,14 @@ def ending(outcome: Outcome, program: str = "piper") -> str:
     if first is None or last is None:
         return f"The run is at step {outcome.done} already: --steps asks for more"
     fall = 100 * (1 - last.loss / first.loss) if first.loss else 0.0
-    steps = last.step - first.step + 1
-    rows = [
-        f"Trained {steps} steps in {outcome.seconds:.0f} s: "
-        f"loss {first.loss:.4f} -> {last.loss:.4f} ({abs(fall):.0f} % {'lower' if fall >= 0 else 'higher'})",
-        f"  run      {folder}",
-        f"  metrics  {folder / METRICS}",
-        f"  plan     {folder / 'plan.txt'}",
-        f"  look     {program} view {folder}",
-    ]
-    return "\n".join(rows)
+    return (
+        f"Trained {last.step - first.step + 1} steps in {outcome.seconds:.0f} s: "
+        f"loss {first.loss:.4f} -> {last.loss:.4f} ({abs(fall):.0f} % {'lower' if fall >= 0 else 'higher'})\n"
+        f"  run      {folder}\n"
+        f"  metrics  {folder / METRICS}\n"
+        f"  plan     {folder / 'plan.txt'}\n"
+        f"  look     {program} view {folder}"
+    )
 
 
 def stopping(outcome: Outcome, again: str) -> str:
@@ -180,12 +173,10 @@ def profile_of(run: Run, program: Program, recipe: str, on: str, done: int = 0) 
 
 def track_of(recording: DeviceProfile, clock: ClockOffset) -> Track:
     """Return one device's recording on the driver's clock."""
-
-    def moved(times: Times) -> Times:
-        start, end, busy = times
-        return start - clock.offset, end - clock.offset, busy
-
-    steps = tuple(tuple(map(moved, step)) for step in recording.steps)
+    steps = tuple(
+        tuple((start - clock.offset, end - clock.offset, busy) for start, end, busy in step)
+        for step in recording.steps
+    )
     return Track(device=recording.device, steps=steps, error=clock.error)
 
 

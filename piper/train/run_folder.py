@@ -112,6 +112,10 @@ def writing(folder: Path) -> AbstractContextManager[None]:
 def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
     """Write the record of a run: its recipe, strategy, plans and versions."""
     job = program.job
+    installed = {"python": platform.python_version(), "piper": VERSION}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
     about = {
         "recipe": recipe,
         "on": on,
@@ -119,7 +123,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "seed": job.seed,
         "precision": job.precision,
         "devices": show(program.plans.devices),
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": installed,
     }
     directives = (f"{each.title(number)}: {each!r}\n" for number, each in enumerate(strategy_of(job)))
     with writing(folder):
@@ -154,15 +158,6 @@ def keep_recipe(source: Path, folder: Path) -> None:
             number += 1
         target.rename(earlier)
     shutil.copyfile(source, target)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that numbers depend on, where they are installed."""
-    installed = {"piper": VERSION}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[name] = version(name)
-    return installed
 
 
 class LinesFile:

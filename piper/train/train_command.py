@@ -27,7 +27,7 @@ from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
 from piper.run.launch import PeakMemory, check_launcher, check_share, launch_single_rank, launcher, place_of
 from piper.run.recovery import recovering
 from piper.run.run import Run, Watch
-from piper.run.run_events import Event, disk_of
+from piper.run.run_events import Disk, Event
 from piper.runtime.worker import Options
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.measure import (
@@ -187,6 +187,7 @@ def start(program: Program, folder: Path, asked: TrainOptions, events: EventLog,
     )
     if not recovering_asked(asked):
         return launcher(program, asked.on, options)
+    where = checkpoints_of(folder, program.job)
     return recovering(
         program,
         asked.on,
@@ -194,7 +195,7 @@ def start(program: Program, folder: Path, asked: TrainOptions, events: EventLog,
         retries=asked.retries,
         stall=asked.stall,
         notify=events,
-        disk=disk_of(folder, program.job),
+        disk=None if where is None else Disk(where, program.job),
         spares=asked.spares,
         make=sessions_of(program),
     )

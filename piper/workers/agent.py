@@ -11,6 +11,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,6 @@ class MachineAgent(WorkerProcess):
         self.end()
         self.warm()
         ticket, values_file = nameless_file(0), values.open()
-        assert values_file is not None, "it is held on this machine"
         os.pwrite(ticket, json.dumps((*driver, key.hex(), device)).encode(), 0)
         try:
             return self.fork(ticket, values_file, width)
@@ -170,10 +170,9 @@ class MachineAgent(WorkerProcess):
         self.end()
         if self.forks is not None:
             self.forks.close()
+            self.forks = None
         self.release()
-        for file in (file for files in self.memory.values() for file in files):
-            os.close(file)
-        self.forks, self.memory = None, {}
+        self.keep("", (), 0)
 
 
 class AgentProcess(MachineAgent):
@@ -187,13 +186,9 @@ class AgentProcess(MachineAgent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """An agent, and where it runs.
+    """An agent, and where it runs."""
 
-    actor: has the methods of `MachineAgent`; `actor.look.remote()` begins a call and returns it. A call may
-    be an argument of another one, which then gets its answer.
-    """
-
-    actor: Any
+    actor: Any  # `actor.look.remote()` begins a call of a `MachineAgent`. Another one may take it as argument
     node: str
     address: str
     local: int = 0  # the number of its accelerator, where it sees those of other agents too
@@ -219,7 +214,7 @@ class AgentCalls(ABC):
         """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
 
     @abstractmethod
-    def put(self, value: Any) -> Any:  # noqa: ANN401
+    def put(self, value: bytes) -> Any:  # noqa: ANN401
         """Return a value as an argument of several calls."""
 
     @abstractmethod
@@ -231,10 +226,8 @@ class AgentCalls(ABC):
         self.wait([*calls.values()], timeout)
         answers: dict[int, object] = {}
         for name, call in calls.items():
-            try:
+            with suppress(*self.lost):
                 answers[name] = self.get(call, TIMEOUTS.agent_poll_soon)
-            except self.lost:
-                continue
         return answers
 
     def finished(self, calls: Sequence[Any], timeout: float = 0.0) -> bool:

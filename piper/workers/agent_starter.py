@@ -97,8 +97,7 @@ class AgentStarter(Starter):
 
     def passed_over(self) -> list[ShortMachine]:
         """Return the machines that were passed over since the last call, because they are short of memory."""
-        with self.lock:
-            skipped, self.skipped = self.skipped, []
+        skipped, self.skipped = self.skipped, []
         return skipped
 
     @abstractmethod
@@ -116,8 +115,9 @@ class AgentStarter(Starter):
     def start(self, options: Options) -> AgentWorkerGroup:
         """Start a worker for each device."""
         try:
-            agents = self._agents()
-            self._place(agents)
+            with self.lock:  # all the time: no agent that is chosen now is reported as a spare
+                agents = self._agents()
+                self._place(agents)
             self.group = group = AgentWorkerGroup(self, options, agents, self.calls)
             group.begin()
         except self.calls.lost as error:
@@ -130,9 +130,8 @@ class AgentStarter(Starter):
         """Let these agents hold the memory of versions, and the others none."""
         if self.versions is not None:
             self.versions.place(agents)
-            with self.lock:
-                for agent in self._without(agents.values()):
-                    agent.actor.keep.remote(self.versions.owner, (), 0)
+            for agent in self._without(agents.values()):
+                agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
@@ -148,26 +147,22 @@ class AgentStarter(Starter):
     def _agents(self) -> dict[int, Agent]:
         """Return an agent for each device, once they are warm. Those that still answer are used again."""
         began, self.waited = monotonic(), 0.0
-        awaited: dict[int, float] = {}  # bundles that were chosen while they started, and since when they do
         while True:
-            with self.lock:
-                self._hire()
-                ranks = self._ranks(len(self.machines))
-                chosen, late = self._chosen(ranks), monotonic() > began + TIMEOUTS.machines_come
-                starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
-                enough = len(chosen) == len(self.machines)
-                if enough and (late or not starting):
-                    if self._pass_over(chosen):
-                        continue
-                    self.taken |= awaited  # others may have been quicker: then these are spares again
-                    self.used = self._placed(chosen)
-                    self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
-                    return self._by_device(self.used)
-                awaited |= {bundle: self.taken.pop(bundle) for bundle in chosen if bundle in self.taken}
-                if self.unfit and not enough and (late or self.group is None):
-                    best = max(self.unfit.values(), key=lambda machine: machine.has)
-                    asked = self.program.plans.protection
-                    raise too_little(best.needs, best.has, asked, f" of {best.address}")
+            self._hire()
+            ranks = self._ranks(len(self.machines))
+            chosen, late = self._chosen(ranks), monotonic() > began + TIMEOUTS.machines_come
+            starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
+            enough = len(chosen) == len(self.machines)
+            if enough and (late or not starting):
+                if self._pass_over(chosen):
+                    continue
+                self.used = self._placed(chosen)
+                self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+                return self._by_device(self.used)
+            if self.unfit and not enough and (late or self.group is None):
+                best = max(self.unfit.values(), key=lambda machine: machine.has)
+                asked = self.program.plans.protection
+                raise too_little(best.needs, best.has, asked, f" of {best.address}")
             if late:
                 raise self._lacking()
             waits = monotonic()
@@ -231,10 +226,7 @@ class AgentStarter(Starter):
             sleep(TIMEOUTS.agent_poll_soon)
 
     def _ranks(self, wanted: int) -> dict[int, int]:
-        """Return the bundles that live and have memory: 0 if their agents are warm, 1 if they still start.
-
-        It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
-        """
+        """Return the bundles that live and have memory: 0 if their agents are warm, 1 if they still start."""
         finished = self.calls.finished
         ranks = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
         asked = {
@@ -242,6 +234,7 @@ class AgentStarter(Starter):
             for bundle, agents in self.agents.items()
             if bundle not in ranks
         }
+        # It takes long to see that a machine is lost: `wanted` answers are enough.
         until = monotonic() + TIMEOUTS.agent_answers
         while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
             finished([call for calls in asked.values() for call in calls], TIMEOUTS.agent_poll_soon)

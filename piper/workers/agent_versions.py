@@ -55,10 +55,7 @@ class AgentVersions(Versions):
         return AgentVersions(plans, self.calls)
 
     def short(self, agents: Mapping[int, Agent], others: Iterable[Agent] = ()) -> dict[str, ShortMachine]:
-        """Return the machines that have too little memory for devices that would come to them, by node.
-
-        agents: those of all devices. others: agents that would have no device, and hold nothing then.
-        """
+        """Return the machines with too little memory for their devices, by node; `others`: have no device."""
         machines: dict[str, ShortMachine] = {}
         coming = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
         known = [*agents.values(), *others]
@@ -84,25 +81,23 @@ class AgentVersions(Versions):
         before = [d for d in new if d in self.agents and d not in self.lost]
         if before:
             self._look()
-        by_node = {
-            agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
-        }
+        here: dict[str, list[int]] = {}  # by node
+        for device, agent in agents.items():
+            here.setdefault(agent.node, []).append(device)
         calls = {}
-        for devices in by_node.values():
-            for device in devices:
-                kept = [device]
-                if device == devices[0]:  # it also holds what comes from other machines
-                    kept += [d for d in self.devices if d not in devices]
-                if device in new and agents[device] not in [self.agents[d] for d in before]:
-                    agents[device].actor.keep.remote("", (), 0)  # of a time that this job no longer knows
-                calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
+        for device, agent in agents.items():
+            near, kept = here[agent.node], [device]
+            if device == near[0]:  # it also holds what comes from other machines
+                kept += [d for d in self.devices if d not in near]
+            if device in new and agent not in [self.agents[d] for d in before]:
+                agent.actor.keep.remote("", (), 0)  # of a time that this job no longer knows
+            calls[device] = agent.actor.keep.remote(self.owner, kept, GENERATIONS)
         files = {d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c)) for d, c in calls.items()}
         self._move(before, agents)
         self.agents, self.lost = dict(agents), set()
-        for devices in by_node.values():
-            near = {device: files[device][device] for device in devices}
-            far = {d: there for d, there in files[devices[0]].items() if d not in devices}
-            self.seen_by |= {device: far | near for device in devices}
+        for near in here.values():
+            seen = files[near[0]] | {device: files[device][device] for device in near}
+            self.seen_by |= dict.fromkeys(near, seen)
 
     def _move(self, before: Iterable[int], agents: Mapping[int, Agent]) -> None:
         """Bring the versions of devices from the agents that they had before, where these still answer."""
@@ -148,11 +143,11 @@ class AgentVersions(Versions):
     def share(self, step: int) -> None:
         """Bring the sections of a version to all machines, before workers read them."""
         self._look()
-        chosen = self._chosen(step)
-        images = {place: self._image(place) for place in chosen}
+        chosen, leads = self._chosen(step), self._leads().values()
+        images = {place: self._image(place) for place in chosen} if len(leads) > 1 else {}
         moved = [
             agent.actor.take.remote(place, images[place], HEAD.size)
-            for agent in self._leads().values()
+            for agent in leads
             for place in chosen
             if self.agents[place[0]].node != agent.node
         ]

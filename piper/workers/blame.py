@@ -235,11 +235,9 @@ class Watcher:
         report: Callable[[Failure], None],
         accelerator: torch.device | None = None,
     ) -> None:
-        """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once.
-
-        accelerator: issues instructions long before they run, so events measure the time that they take.
-        """
+        """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once."""
         self.device, self.marks, self.report = device, marks, report
+        # On an accelerator, which is issued instructions long before they run, events measure their time.
         self.device_times = DeviceTimes(accelerator) if accelerator is not None else None
         self.streams: dict[str, int] = {}
         self.busy = [0.0] * len(marks)  # seconds of each stream that were not spent on communication

@@ -7,9 +7,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
@@ -20,7 +19,7 @@ from piper.runtime.worker import Options
 from piper.workers.agent import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.blame import Failure, JobSnapshot, blame
-from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
 from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
@@ -28,10 +27,8 @@ from piper.workers.serve import WorkerAnswers, WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
-from piper.workers.transport.serialize import TensorEntry, extent, fill, layout
+from piper.workers.transport.serialize import Codec
 
-A = TypeVar("A")
-R = TypeVar("R")
 LOOKS = 3  # snapshots that must agree
 
 
@@ -57,14 +54,8 @@ class SocketWorkerGroup(WorkerGroup):
         self.stops = StopWatch()
 
     @abstractmethod
-    def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
-    ) -> None:
-        """Start a worker for every device and open its channel.
-
-        weights: the initial values, laid out as `index` says. width: the most streams of any device.
-        startup: closes, once all workers are ready, what is needed only until then.
-        """
+    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
+        """Start a worker for every device and open its channel; `startup`: closes once all are ready."""
 
     def start(self) -> dict[str, Tensor]:
         """Start all workers, send each its assignment, and wait until all have met."""
@@ -74,12 +65,11 @@ class SocketWorkerGroup(WorkerGroup):
             program.plans, lambda: {} if self.options.blank else initial_tensors(program)
         )
         self.starter.packed = setup = self.starter.packed or pack_setup(needed)
-        index = layout(weights)
         addresses = {agent.address for agent in self.agents.values()}
         self.host = LOOPBACK if addresses == {self.home} else self.home
         self.store = store_on(self.host)
         with ExitStack() as startup:
-            self.connect(weights, index, streams_of(program.plans), startup)
+            self.connect(weights, streams_of(program.plans), startup)
             for device, agent in self.agents.items():
                 given = Assignment(
                     device=device,
@@ -90,7 +80,6 @@ class SocketWorkerGroup(WorkerGroup):
                     options=self.options,
                     setup=setup,
                     shares=self.shares,
-                    values=index,
                     path=tuple(sys.path) if agent.address == self.home else (),
                     versions=None if self.versions is None else self.versions.files_of(device),
                 )
@@ -239,13 +228,10 @@ class AgentWorkerGroup(SocketWorkerGroup):
         self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when
         self.seen_at: dict[int, float] = {}
 
-    def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
-    ) -> None:
+    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
         key, sent = self.calls.keys()
         leads = {agent.node: agent for agent in self.agents.values()}
-        memory = torch.zeros(extent(index), dtype=torch.uint8)
-        given = self.calls.put(fill(memory, weights, index).numpy())
+        given = self.calls.put(Codec().encode(weights))
         values = {node: agent.actor.hold.remote(given) for node, agent in leads.items()}
         with closing(Listener(self.host, key, self.options.timeout, CODEC)) as listener:
             started = {

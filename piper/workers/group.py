@@ -62,10 +62,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        """Call a method of workers, each with its argument, and return their answers.
-
-        An error of one worker is a WorkerError, after which no worker can be asked.
-        """
+        """Call a method of workers, each with its argument. After a WorkerError none can be asked."""
 
     @abstractmethod
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
@@ -105,10 +102,7 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
 
 
 class Starter:
-    """Starts the workers of a program, again and again, from what stays when workers end.
-
-    This one starts none: rank 0 of a torchrun job asks the agents of the other ranks to.
-    """
+    """Starts the workers of a program again and again, from what stays when workers end. This starts none."""
 
     waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
 
@@ -149,15 +143,3 @@ class Starter:
 
     def close(self) -> None:
         """End what outlives workers. Idempotent."""
-
-
-class GivenGroup(Starter):
-    """Starts the workers of a group that was made before, once."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        super().__init__(group.program)
-        self.group = group
-
-    def start(self, options: Options) -> WorkerGroup:
-        self.group.begin()
-        return self.group

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +15,11 @@ from piper.runtime.context import Dice
 from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.blame import Watcher, blame, private_marks
-from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
 from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import Files, WorkerVersions
 
-A = TypeVar("A")
-R = TypeVar("R")
 TOGETHER = ("step", "evaluate", "protect", "come_home")  # calls that devices answer in their threads
 
 
@@ -110,9 +107,10 @@ class InlineWorkerGroup(WorkerGroup):
 class InlineStarter(Starter):
     """Starts workers as threads. What hangs in a thread cannot be ended."""
 
+    files: Files | None = None  # the memory of versions, where others hold it
+
     def start(self, options: Options) -> InlineWorkerGroup:
-        group = InlineWorkerGroup(
-            self.program, options, None if self.versions is None else self.versions.files
-        )
+        files = self.files if self.versions is None else self.versions.files
+        group = InlineWorkerGroup(self.program, options, files)
         group.begin()
         return group

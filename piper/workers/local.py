@@ -20,7 +20,7 @@ from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer, no_process
-from piper.workers.transport.serialize import TensorEntry, share
+from piper.workers.transport.serialize import share
 from piper.workers.transport.versions import Versions
 
 
@@ -38,10 +38,8 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self.shares = is_accelerator(self.program.device) and crowded(len(devices))
         self.exit_notifiers = (forks,)
 
-    def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
-    ) -> None:
-        memory = share(weights, index)
+    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
+        memory = share(weights)
         startup.callback(os.close, memory)
         for device, worker in self.workers.items():
             here, there = socket.socketpair()

@@ -18,7 +18,7 @@ from piper.runtime.setup import Setup
 from piper.runtime.worker import Options, Sums
 from piper.workers.blame import Failure
 from piper.workers.processes import SharedFile
-from piper.workers.transport.serialize import Codec, TensorEntry, pack, pickled_by_value, unpack
+from piper.workers.transport.serialize import Codec, pack, pickled_by_value, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,6 @@ class Assignment:
     options: Options
     setup: bytes
     shares: bool = False  # its accelerator serves other workers too
-    values: Mapping[str, TensorEntry]  # where each initial value lies in shared memory
     path: tuple[str, ...] = ()  # where modules are imported from. Empty: as the process has it
     versions: Mapping[int, tuple[SharedFile, ...]] | None = None  # of each device. None: it keeps none
 
@@ -93,10 +92,7 @@ APART = ("code", "optimizer", "scheduler", "device", "build")  # fields of a set
 
 
 def pack_setup(setup: Setup) -> bytes:
-    """Return a setup as bytes that a worker can read, wherever the job's functions come from.
-
-    Its functions travel as a pickle, from a driver to its own workers only.
-    """
+    """Return a setup as bytes for a driver's own workers: its functions travel as a pickle."""
     setup.build_code(setup.plans, lambda: None)
     built = {(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in setup.called(setup.plans)}
     functions = {

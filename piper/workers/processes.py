@@ -7,8 +7,11 @@ import mmap
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -100,17 +103,12 @@ class SharedFile:
         about = os.fstat(descriptor)
         return SharedFile(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
 
-    def open(self) -> int | None:
-        """Open the file. None: it is not a file of this machine."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR)
-        except OSError:
-            return None
+    def open(self) -> int:
+        """Open the file, which must be one of this machine."""
+        descriptor = os.open(self.path, os.O_RDWR)
         about = os.fstat(descriptor)
-        if (about.st_dev, about.st_ino) == self.stamp:
-            return descriptor
-        os.close(descriptor)  # a process of another machine has the same number
-        return None
+        assert (about.st_dev, about.st_ino) == self.stamp, "a process of another machine has the same number"
+        return descriptor
 
 
 def nameless_file(size: int) -> int:
@@ -125,6 +123,43 @@ def write_at(file: int, at: int, data: bytes) -> None:
     os.posix_fallocate(file, at, len(data))  # memory that is missing is an error here
     with mmap.mmap(file, len(data), offset=at) as memory:
         memory[:] = data
+
+
+REMOVER = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+folder, word = Path(sys.argv[1]), sys.stdin.read()
+def ours(process):  # Ray writes new titles over command lines and environments; its logs stay open
+    program = os.readlink(process / "exe")
+    files = [os.readlink(file) for file in (process / "fd").iterdir()]
+    known = program == os.path.realpath(sys.executable) or "/ray/core/" in program
+    return known and any(file.startswith(f"{folder}/") for file in files)
+until, absent = time.monotonic() + 60, 0
+while time.monotonic() < until and absent < (1 if word else 8):
+    if not word:  # the driver was killed: its workers and Ray may still run, and write
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if ours(process):
+                    os.kill(int(process.name), signal.SIGKILL)
+            except OSError:
+                continue
+    shutil.rmtree(folder, ignore_errors=True)
+    absent = 0 if folder.exists() else absent + 1
+    time.sleep(0 if word else 0.5)
+"""
+
+
+@contextmanager
+def folder_for_now(prefix: str, where: Path | None = None) -> Iterator[Path]:
+    """Make a folder that another process removes after the block, or when this process is killed."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir=where)
+    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
+    remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield Path(folder)
+    finally:
+        with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
+            remover.communicate("now", timeout=TIMEOUTS.folder_removed)
 
 
 class ClosedError(ConnectionError):

@@ -4,13 +4,11 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
@@ -29,30 +27,8 @@ from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.workers.agent import Agent, AgentCalls, AgentProcess, no_room, packed_machines
 from piper.workers.agent_starter import AgentStarter
+from piper.workers.processes import folder_for_now
 from piper.workers.timeouts import TIMEOUTS
-
-REMOVER = """
-import os, shutil, signal, sys, time
-from pathlib import Path
-folder, word = Path(sys.argv[1]), sys.stdin.read()
-def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
-    program = os.readlink(process / "exe")
-    files = [os.readlink(file) for file in (process / "fd").iterdir()]
-    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
-    return ours and any(file.startswith(f"{folder}/") for file in files)
-until, absent = time.monotonic() + 60, 0
-while time.monotonic() < until and absent < (1 if word else 8):
-    if not word:  # the driver was killed: some processes of its Ray may still run, and write
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if of_ray(process):
-                    os.kill(int(process.name), signal.SIGKILL)
-            except OSError:
-                continue
-    shutil.rmtree(folder, ignore_errors=True)
-    absent = 0 if folder.exists() else absent + 1
-    time.sleep(0 if word else 0.5)
-"""
 
 
 @contextmanager
@@ -66,14 +42,14 @@ def cluster(devices: int) -> Iterator[None]:
         if address:
             join(address)
         else:
-            folder = cleanup.enter_context(folder_of_ray())
+            folder = cleanup.enter_context(folder_for_now("piper-ray-"))
             with loopback():
                 ray.init(
                     address="local",
                     num_cpus=max(devices, os.cpu_count() or 1),
                     include_dashboard=False,
                     logging_level=logging.ERROR,
-                    _temp_dir=folder,
+                    _temp_dir=str(folder),
                 )
         cleanup.callback(ray.shutdown)
         yield
@@ -95,19 +71,6 @@ def join(address: str) -> None:
             hint="check that it runs (`ray status` on its head), and that this machine reaches the port and "
             "has its token; without RAY_ADDRESS a Ray of its own is started here",
         ) from error
-
-
-@contextmanager
-def folder_of_ray() -> Iterator[str]:
-    """Make a folder that another process removes after the block, or when this process is killed."""
-    folder = tempfile.mkdtemp(prefix="piper-ray-")
-    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
-    remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        yield folder
-    finally:
-        with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
-            remover.communicate("now", timeout=TIMEOUTS.ray_folder_removed)
 
 
 def loopback() -> AbstractContextManager[None]:
@@ -156,8 +119,8 @@ class RayCalls(AgentCalls):
         done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=timeout) if calls else ([], [])
         return done, waiting
 
-    def put(self, value: Any) -> Any:  # noqa: ANN401
-        return ray.put(value)
+    def put(self, value: bytes) -> Any:  # noqa: ANN401
+        return ray.put(numpy.frombuffer(value, numpy.uint8))  # Ray copies the bytes of an array less often
 
     def keys(self) -> tuple[bytes, bytes]:
         """Return a new key, which goes to agents as it is: Ray protects its messages, or does not."""

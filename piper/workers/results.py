@@ -109,14 +109,11 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:
-    """Samples of a batch that run together.
-
-    copies: how often each sample occurs in `batch`, where fewer samples are left than there are slices.
-    """
+    """Samples of a batch that run together."""
 
     batch: Batch
     samples: int
-    copies: int = 1
+    copies: int = 1  # of each sample in `batch`, where fewer samples are left than there are slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

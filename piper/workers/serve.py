@@ -37,7 +37,7 @@ from piper.workers.processes import ClosedError, Termination, map_marks
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
-from piper.workers.transport.serialize import SharedValues
+from piper.workers.transport.serialize import shared
 from piper.workers.transport.versions import WorkerVersions
 
 ProgramBatch = tuple[int, Mapping[str, BatchSlice | Tensor]]
@@ -158,10 +158,7 @@ class WorkerServer(WorkerAnswers):
         self.steps = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
-        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared through them.
-
-        prefix: of the keys by which the workers of one program meet in the store that all programs share.
-        """
+        """Return NCCL between accelerators, else gloo; `prefix`: of a program's keys in the common store."""
         given = self.given
         patience = timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
         met = TCPStore(given.host, given.port, is_master=False, wait_for_workers=False, timeout=patience)
@@ -183,11 +180,7 @@ class WorkerServer(WorkerAnswers):
         return replace(sums, busy=self.watcher.take_busy())
 
     def prepare(self, given: tuple[int, bytes, Mapping[str, Tensor], bool]) -> None:
-        """Take another program. Meet the other workers for it if it has other communicators.
-
-        given: its number, its setup, the values of buffers that this worker does not hold, and whether it
-        trains the worker's parameters on batches of another shape. Otherwise it evaluates.
-        """
+        """Take another program, with buffers that this worker does not hold, which trains or evaluates."""
         number, packed, buffers, trains = given
         setup = unpack_setup(packed)
         programs = (self.worker, *self.worker.others.values())
@@ -234,11 +227,6 @@ class WorkerServer(WorkerAnswers):
         self.failed = isinstance(answer, Failure)  # a step that ends half-way leaves no state to keep
         return answer
 
-    def close(self) -> None:
-        """End this worker's threads, where its process continues."""
-        self.steps.shutdown()
-        self.worker.close()
-
 
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker: receive an assignment, then answer the calls of the driver until it is gone.
@@ -256,12 +244,11 @@ def main(descriptors: Sequence[int]) -> int:
     with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path or sys.path
-        serve(
-            channel,
-            given,
-            lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
-            termination,
-        )
+
+        def build() -> WorkerServer:
+            return WorkerServer(given, shared(values).__getitem__, map_marks(marks))
+
+        serve(channel, given, build, termination)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,9 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
-from piper.workers.group import WorkerGroup
+from piper.workers.group import A, R, WorkerGroup
 from piper.workers.serve import WorkerAnswers
 
-A = TypeVar("A")
-R = TypeVar("R")
 SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
 SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
 REFUSED = {  # calls that need all devices

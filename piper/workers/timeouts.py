@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Bounds in seconds, by what waits for what.
-
-    Those that depend on the job are options: `launch(timeout=)`, `--stall` and `--grace`.
-    """
+    """Bounds in seconds. Those that depend on the job are `launch(timeout=)`, `--stall` and `--grace`."""
 
     # Starting
     meeting: float = 120.0  # workers, agents and ranks find each other: some start late, on busy machines
@@ -22,7 +19,7 @@ class Timeouts:
     fork_server_end: float = 2.0  # a fork server ends by itself, or it is killed
     watch_end: float = 10.0  # a look at joining machines ends: it may ask Ray, which answers slowly
     ray_answers: float = 10.0  # the port of a Ray cluster, which Ray itself would try for minutes
-    ray_folder_removed: float = 10.0  # the folder of a Ray of our own is removed, by another process
+    folder_removed: float = 10.0  # a folder that must not stay is removed, by another process
 
     # Noticing that something is lost
     stopped: float = 2.0  # a process that is stopped counts as lost: a debugger may stop it briefly

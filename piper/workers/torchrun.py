@@ -104,8 +104,8 @@ class RankCalls(AgentCalls):
         done, waiting = wait(calls, timeout)
         return [*done], [*waiting]
 
-    def put(self, value: Any) -> Any:  # noqa: ANN401
-        return bytes(value)
+    def put(self, value: bytes) -> bytes:
+        return value
 
     def keys(self) -> tuple[bytes, bytes]:
         """Return the key of the job. Agents know it."""

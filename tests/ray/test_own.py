@@ -19,6 +19,7 @@ import ray
 from piper.compiler import compile
 from piper.errors import LaunchError
 from piper.run.launch import launch
+from piper.workers import processes
 from piper.workers import ray as launcher
 from tests.conftest import RUN
 from tests.runtime.grid import Cell, batches, job
@@ -107,12 +108,12 @@ def test_a_ray_of_our_own_is_on_loopback_and_ends() -> None:
 
 @pytest.mark.ray
 def test_a_folder_that_takes_long_to_remove_does_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timeouts(monkeypatch, "ray", ray_folder_removed=0.1)
-    monkeypatch.setattr(launcher, "REMOVER", f"import time; time.sleep(1){launcher.REMOVER}")
-    with launcher.folder_of_ray() as name:
-        assert Path(name).is_dir()
+    set_timeouts(monkeypatch, "processes", folder_removed=0.1)
+    monkeypatch.setattr(processes, "REMOVER", f"import time; time.sleep(1){processes.REMOVER}")
+    with processes.folder_for_now("piper-ray-") as folder:
+        assert folder.is_dir()
     until = time.monotonic() + 60
-    while Path(name).exists():
+    while folder.exists():
         assert time.monotonic() < until
         time.sleep(0.05)
 

@@ -28,7 +28,7 @@ from piper.run.elastic import MOVED, ElasticRecovery
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run import Run
-from piper.run.run_events import Disk, Event
+from piper.run.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.train_options import sizes_of
 from piper.workers import ray as launcher
@@ -37,7 +37,7 @@ from piper.workers.processes import gone
 from piper.workers.ray import RayStarter
 from piper.workers.results import StepResult
 from tests.run import test_elastic as elastic
-from tests.run.recoveries import elastic_of
+from tests.run.recoveries import disk_with, elastic_of
 from tests.runtime.grid import Cell, batches, job, strategy
 from tests.workers.bounds import set_timeouts
 
@@ -276,7 +276,9 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     monkeypatch.setattr(RayStarter, "near", False)
     set_timeouts(monkeypatch, "agent_starter", agents_settle=1.0)
     given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
-    disk = Disk(folder=tmp_path, past=lambda last: [saved], batches=lambda found: iter(given[found.step :]))
+    disk = disk_with(
+        folder=tmp_path, past=lambda last: [saved], batches=lambda found: iter(given[found.step :])
+    )
     program = compile(elastic_job(copies))
     make = partial(ElasticRecovery, sizes=sizes_of(program, 1, 2))
     losses: list[float] = []

@@ -200,7 +200,7 @@ def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired, tmp_path
     def write() -> None:
         write_version(compiled(PAIR), versions, 0, tmp_path / "step-00000000", unread={}, data=None)
 
-    for act in (lambda: versions.share(0), lambda: versions.parts(0), group.sharing(0).__enter__, write):
+    for act in (lambda: versions.share(0), lambda: versions.saved(0, 0), group.sharing(0).__enter__, write):
         with pytest.raises(LaunchError) as caught:
             act()
         assert caught.value.what == "the state after step 0 is lost with a machine that held it"

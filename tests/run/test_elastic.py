@@ -25,21 +25,22 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
 from piper.run.driver_checkpoints import write_version
-from piper.run.elastic import MOVED, ElasticRange, ElasticRecovery, try_lock
+from piper.run.elastic import MOVED, ElasticRange, ElasticRecovery
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run import Run
-from piper.run.run_events import Disk, Event
+from piper.run.run_events import Event
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.train_options import SizeFile, sizes_of
 from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
+from piper.workers.processes import gone
 from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import too_little
 from tests import plain
-from tests.run.recoveries import elastic_of
+from tests.run.recoveries import disk_with, elastic_of
 
 
 class Net(nn.Module):
@@ -135,9 +136,9 @@ def memory() -> set[str]:
     """Return the folders of states that are left: by this process, or by processes that have ended."""
     found: set[str] = set()
     for path in Path("/dev/shm").glob(f"{MOVED}*"):
-        with try_lock(path) as lock:
-            if lock is not None or path.name.startswith(f"{MOVED}{os.getpid()}-"):
-                found.add(path.name)
+        process = int(path.name.removeprefix(MOVED).partition("-")[0])
+        if process == os.getpid() or gone(process):
+            found.add(path.name)
     return found
 
 
@@ -262,7 +263,9 @@ def test_a_machine_that_is_lost_and_one_that_comes(
         elastic_of(run).starter, elastic_of(run).current = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
-        elastic_of(run).disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+        elastic_of(run).disk = disk_with(
+            folder=tmp_path, past=lambda last: [], batches=lambda found: iter(())
+        )
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
     assert [(e.step, e.what) for e in events if e.event == "resize"] == [
@@ -393,7 +396,7 @@ def test_a_state_that_a_killed_run_has_left_beside_its_checkpoints_goes(
 ) -> None:
     for name in ("piper-resize-left", "step-00000001"):
         (tmp_path / name).mkdir()
-    disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+    disk = disk_with(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
     make = partial(ElasticRecovery, sizes=sizes)
     with recovering(program, "inline", Options(), retries=1, disk=disk, make=make):
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,6 +1,5 @@
 """The folder of a state that moves: nothing of it stays, whoever is killed."""
 
-import fcntl
 import json
 import os
 import signal
@@ -13,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from piper.run.elastic import MOVED, MovingStates, locked_folder, remove_left, try_lock
+from piper.run.elastic import MOVED
+from piper.workers.processes import folder_for_now
 from tests.run import test_elastic as elastic
 
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0  # seconds in which a process does what it is about to do
 PROGRAM = """
-import json, os, signal, sys
-from pathlib import Path
-from piper.run.elastic import MovingStates
-states = MovingStates()
-(states.path / "moved").mkdir()
-(states.path / "moved" / "state").write_text("half")
-print(json.dumps([os.getpid(), states.remover.pid, str(states.path)]), flush=True)
-signal.pause()
+import json, os, signal
+from piper.workers.processes import folder_for_now
+with folder_for_now("piper-resize-") as path:
+    (path / "moved").mkdir()
+    (path / "moved" / "state").write_text("half")
+    print(json.dumps([os.getpid(), str(path)]), flush=True)
+    signal.pause()
 """
 
 
@@ -35,12 +34,7 @@ class Killed:
     """A driver that has moved half of a state."""
 
     driver: int
-    remover: int
     path: Path
-
-    def kill(self, *processes: int) -> None:
-        for process in processes:
-            os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -48,20 +42,11 @@ def one() -> Iterator[Killed]:
     words, env = [sys.executable, "-c", PROGRAM], {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
-        driver, remover, path = json.loads(started.stdout.readline())
-        made = Killed(driver, remover, Path(path))
+        driver, path = json.loads(started.stdout.readline())
+        made = Killed(driver, Path(path))
         assert [*made.path.glob("*/state")]
         yield made
         started.kill()
-    if "piper" in command(made.remover):
-        os.kill(made.remover, signal.SIGKILL)
-
-
-def command(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def eventually(met: Callable[[], bool]) -> None:
@@ -71,53 +56,17 @@ def eventually(met: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def locked(path: Path) -> bool:
-    with try_lock(path) as lock:
-        return lock is None
-
-
 def test_nothing_is_left_where_a_driver_is_killed(one: Killed) -> None:
-    remove_left(one.path.parent)
-    assert locked(one.path) and (one.path / "moved" / "state").exists(), "its run lives"
-    one.kill(one.driver)
+    assert (one.path / "moved" / "state").exists(), "its run lives"
+    os.kill(one.driver, signal.SIGKILL)
     eventually(lambda: not one.path.exists())
-    eventually(lambda: not command(one.remover))
 
 
-def test_what_is_left_when_both_are_killed_goes_with_the_next_start(one: Killed) -> None:
-    one.kill(one.remover, one.driver)
-    eventually(lambda: not locked(one.path))
-    assert one.path.exists()
-    states = MovingStates()
-    assert not one.path.exists() and states.path.exists()
-    other = MovingStates()
-    assert states.path.exists(), "its run lives"
-    for made in (states, other):
-        made.close()
-        made.close()
-        assert not made.path.exists() and not command(made.remover.pid)
-
-
-@pytest.mark.parametrize("when", ["open", "flock"])
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """Another run takes it for one that was left: before it is opened, or between that and the lock."""
-    removed: list[Path] = []
-    owner: object = {"open": os, "flock": fcntl}[when]
-    act = getattr(owner, when)
-
-    def late(*given: object) -> object:
-        if not removed:
-            removed.extend(tmp_path.iterdir())
-            removed[0].rmdir()
-        return act(*given)
-
-    monkeypatch.setattr(owner, when, late)
-    path, lock = locked_folder(tmp_path)
-    assert [*tmp_path.iterdir()] == [path] != removed and locked(path)
-    os.close(lock)
-    assert not locked(path)
+def test_nothing_is_left_after_a_block() -> None:
+    with folder_for_now("piper-resize-") as path, folder_for_now("piper-resize-") as other:
+        (path / "state").write_text("whole")
+        assert path != other
+    assert not path.exists() and not other.exists()
 
 
 RECIPE = (

@@ -20,7 +20,6 @@ from piper.workers.transport.channel import (
     NONCE,
     PENDING,
     Channel,
-    FrameKeys,
     Listener,
     connect,
 )
@@ -208,14 +207,14 @@ def test_a_frame_cannot_be_changed_repeated_or_made_by_others(edit: str) -> None
     relay, receiver = socket.socketpair()
     with sender, wire, relay, receiver:
         wire.settimeout(5.0)
-        Channel(sender, 5.0, keys=FrameKeys(sent=b"a" * 32, received=b"b" * 32)).send("step")
+        Channel(sender, 5.0, keys=(b"a" * 32, b"b" * 32)).send("step")
         frame = wire.recv(1000)
         assert len(frame) == 54  # a length of 8, a header of 8, the text of 6 and a digest of 32
         if edit == "flip":
             frame = frame[:20] + bytes([frame[20] ^ 1]) + frame[21:]
         if edit == "forge":
             frame = frame[:-32] + hmac.digest(OTHER, frame[:-32], "sha256")
-        channel = Channel(receiver, 5.0, keys=FrameKeys(sent=b"b" * 32, received=b"a" * 32))
+        channel = Channel(receiver, 5.0, keys=(b"b" * 32, b"a" * 32))
         relay.sendall(frame)
         if edit in ("none", "repeat"):
             assert channel.recv() == "step"

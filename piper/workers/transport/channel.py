@@ -41,14 +41,6 @@ PLAIN = Codec()
 WORKER_KNOWS, LISTENER_KNOWS = "worker knows the key", "listener knows the key"  # what is proven
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameKeys:
-    """The keys of the frames that one end of a channel sends and receives."""
-
-    sent: bytes
-    received: bytes
-
-
 class Channel:
     """One end of a socket that carries typed messages."""
 
@@ -58,12 +50,12 @@ class Channel:
         timeout: float | None = None,
         *,
         codec: Codec = PLAIN,
-        keys: FrameKeys | None = None,
+        keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         """Wrap one end of a connection.
 
         timeout: seconds that one call may wait. None: without limit, for a process that only waits for calls.
-        keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
+        keys: of the frames that this end sends and receives, over a network. None: it is a pair of sockets.
         """
         self.end, self.codec, self.keys = end, codec, keys
         self.sent = self.received = 0  # frames
@@ -85,7 +77,7 @@ class Channel:
         message = self.codec.encode(value)
         length = LENGTH.pack(len(message))
         with self.sending:
-            tag = b"" if self.keys is None else frame_tag(self.keys.sent, self.sent, length, message)
+            tag = b"" if self.keys is None else frame_tag(self.keys[0], self.sent, length, message)
             left = memoryview(b"".join((length, message, tag)))
             while left:
                 left = left[self._patiently(self.end.send, left) :]
@@ -100,7 +92,7 @@ class Channel:
         except (MemoryError, OverflowError) as error:
             raise ClosedError(f"a frame claims to hold {length} bytes") from error
         if self.keys is not None:
-            wanted = frame_tag(self.keys.received, self.received, bytes(head), message)
+            wanted = frame_tag(self.keys[1], self.received, bytes(head), message)
             if not hmac.compare_digest(wanted, self._read(PROOF)):
                 raise ClosedError("a frame does not carry the digest of this channel's key")
         self.received += 1
@@ -162,10 +154,10 @@ class Handshake:
         said = GREETING + label.encode() + b"\0" + self.listener + self.worker + NAME.pack(self.name)
         return hmac.digest(self.key, said, "sha256")
 
-    def frame_keys(self, *, listens: bool) -> FrameKeys:
-        """Return the keys for the frames of one side."""
-        down, up = self.digest("frames to worker"), self.digest("frames to listener")
-        return FrameKeys(sent=down, received=up) if listens else FrameKeys(sent=up, received=down)
+    def frame_keys(self, *, listens: bool) -> tuple[bytes, bytes]:
+        """Return the keys for the frames that one side sends and receives."""
+        keys = self.digest("frames to worker"), self.digest("frames to listener")
+        return keys if listens else (keys[1], keys[0])
 
 
 def connect(address: tuple[str, int], key: bytes, name: int, timeout: float, codec: Codec = PLAIN) -> Channel:

@@ -20,7 +20,6 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,33 +36,9 @@ from piper.workers.processes import nameless_file
 ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """Where a tensor lies in shared memory."""
-
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def rounded(nbytes: int) -> int:
     """Return bytes rounded up, so that any type can begin there."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Return a place for each tensor, one after another."""
-    offsets = accumulate((rounded(value.nbytes) for value in values.values()), initial=0)
-    return {
-        name: TensorEntry(offset=at, nbytes=value.nbytes, dtype=value.dtype, shape=tuple(value.shape))
-        for (name, value), at in zip(values.items(), offsets, strict=False)
-    }
-
-
-def extent(index: Mapping[str, TensorEntry]) -> int:
-    """Return the size of all tensors together, in bytes."""
-    return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
 
 
 def raw_bytes(value: Tensor) -> Tensor:
@@ -71,44 +46,12 @@ def raw_bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def fill(memory: Tensor, values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
-    """Write tensors into memory as bytes, each in its place. Return the memory."""
-    for name, entry in index.items():
-        memory[entry.offset : entry.offset + entry.nbytes] = raw_bytes(values[name])
-    return memory
-
-
-def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int:
-    """Write tensors into a nameless file. Return its descriptor."""
-    size = extent(index)
-    descriptor = nameless_file(size)
-    with mmap.mmap(descriptor, max(size, 1)) as memory:
-        fill(torch.frombuffer(memory, dtype=torch.uint8), values, index)
-    return descriptor
-
-
-class SharedValues:
-    """Tensors that another process wrote, by name. A change is private to this process."""
-
-    def __init__(self, descriptor: int, index: Mapping[str, TensorEntry]) -> None:
-        self.index = index
-        self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
-
-    def __call__(self, name: str) -> Tensor:
-        entry = self.index[name]
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        count = entry.nbytes // entry.dtype.itemsize
-        flat = torch.frombuffer(self.memory, dtype=entry.dtype, count=count, offset=entry.offset)
-        return flat.view(entry.shape)
-
-
 HEADER = struct.Struct("!Q")  # length of the JSON header
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
 TAGS: Mapping[type, str] = {tuple: "t", InternedDevices: "t", set: "s", frozenset: "z"}
-Buffer = bytes | memoryview
+Buffer = bytes | memoryview | Tensor
 
 
 class MessageError(ValueError):
@@ -117,13 +60,11 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Encode and decode values of plain types, tensors, and a closed set of classes.
+    """Encode and decode values of plain types, tensors, and a closed set of classes."""
 
-    roots: the classes that messages may hold, or type hints that name them. Those that their fields name are
-    added.
-    """
-
-    roots: tuple[object, ...] = ()
+    roots: tuple[
+        object, ...
+    ] = ()  # and the classes that their fields name; also type hints that name classes
     known: Mapping[str, "_Class"] = field(init=False)
     names: Mapping[type, str] = field(init=False)
 
@@ -134,15 +75,20 @@ class Codec:
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
+        return b"".join(self.parts(value))
+
+    def parts(self, value: object) -> Iterator[bytes | memoryview]:
+        """Yield the message that holds `value` part by part."""
         blobs = _Blobs()
         header = json.dumps(self._tree(value, blobs), separators=(",", ":")).encode()
-        parts: list[Buffer] = [HEADER.pack(len(header)), header]
+        yield from (HEADER.pack(len(header)), header)
         at = HEADER.size + len(header)
         for blob in blobs:
+            if isinstance(blob, Tensor):  # not earlier: those of an accelerator are copied one at a time
+                blob = raw_bytes(blob.resolve_conj().resolve_neg()).numpy().data
             gap = -at % ALIGNMENT
-            parts += [b"\0" * gap, blob]
+            yield from (b"\0" * gap, blob)
             at += gap + len(blob)
-        return b"".join(parts)
 
     def _tree(self, value: object, blobs: "_Blobs") -> object:
         """Return `value` as what JSON can hold. Bytes go to `blobs`."""
@@ -178,13 +124,12 @@ class Codec:
         return {"I": fields}
 
     def _tensor(self, tensor: Tensor, blobs: "_Blobs") -> list[object]:
-        raw = raw_bytes(tensor.detach().resolve_conj().resolve_neg()).numpy().data
-        blobs.append(raw)
-        return [len(raw), str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        blobs.append(tensor.detach())
+        return [tensor.nbytes, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
 
-    def decode(self, message: bytes | bytearray) -> object:
+    def decode(self, message: bytes | bytearray | mmap.mmap) -> object:
         """Return the value that `message` holds. Its tensors share one block of memory."""
-        view = memoryview(message if isinstance(message, bytearray) else bytearray(message))
+        view = memoryview(bytearray(message) if isinstance(message, bytes) else message)
         if len(view) < HEADER.size:
             raise MessageError("a message is cut short")
         (length,) = HEADER.unpack(view[: HEADER.size])
@@ -247,6 +192,20 @@ class _Reader:
         return self.view[start : self.at]
 
 
+def share(values: Mapping[str, Tensor]) -> int:
+    """Write tensors into a nameless file. Return its descriptor."""
+    descriptor = nameless_file(0)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.writelines(Codec().parts(values))
+    return descriptor
+
+
+def shared(descriptor: int) -> Mapping[str, Tensor]:
+    """Return the tensors that another process wrote, by name. A change is private to this process."""
+    memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
+    return cast("Mapping[str, Tensor]", Codec().decode(memory))
+
+
 def name_of(cls: type) -> str:
     """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -271,15 +230,12 @@ class _Class:
 
 
 def fields_of(cls: type) -> tuple[str, ...] | None:
-    """Return the attributes from which an instance can be built again. None: messages cannot hold the class.
-
-    They are the fields of a dataclass, the `args` of an exception, or a property `fields` that gives the
-    constructor's arguments.
-    """
+    """Return the attributes from which an instance can be built again. None: messages cannot hold it."""
     if dataclasses.is_dataclass(cls):
         return tuple(item.name for item in dataclasses.fields(cls) if item.init)
     if issubclass(cls, BaseException):
         return ("args",)
+    # Else a property `fields` gives the arguments of the constructor.
     return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
 
 

@@ -57,12 +57,9 @@ class SectionWriter:
         self.targets: dict[int, list[Tensor]] = {}  # the places of these parts in memory, by generation
         self.last = 0  # the generation that was written last
 
-    def write(self, copied: Copied, text: bytes | None = None) -> None:
-        """Copy a part of the state. Its tensors may be those that the worker trains.
-
-        text: the rest of the copy as bytes, where it is known. The parts of the last call may be given again.
-        """
-        text = encoded(copied) if text is None else text
+    def write(self, copied: Copied) -> None:
+        """Copy a part of the state. Tensors may be those that the worker trains, parts those of last time."""
+        text = CODEC.encode(replace(copied, parts=[], moments={}))
         if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
             self.targets.clear()
             self.parts, (layout, nbytes) = copied.parts, layout_of(copied, f"device-{self.device:05}")
@@ -122,11 +119,6 @@ class SectionWriter:
             if pinned:
                 pin(torch.frombuffer(memory, dtype=torch.uint8))
         return memory
-
-
-def encoded(copied: Copied) -> bytes:
-    """Return a copy without its tensors and their layout as bytes."""
-    return CODEC.encode(replace(copied, parts=[], moments={}))
 
 
 def layout_of(copied: Copied, file: str) -> tuple[VersionLayout, int]:

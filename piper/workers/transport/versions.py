@@ -23,7 +23,7 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import saved_buckets
 from piper.checkpoint.load import read_state
-from piper.checkpoint.metadata import Trainer
+from piper.checkpoint.metadata import Record, Trainer
 from piper.checkpoint.save import (
     NO_TENSORS,
     Copied,
@@ -54,7 +54,6 @@ from piper.workers.transport.version_sections import (
     SectionWriter,
     VersionReader,
     copied_slots,
-    encoded,
     rest_of,
     same,
     step_in,
@@ -78,11 +77,11 @@ class WorkerVersions:
 
     def __init__(self, worker: Worker, files: Files) -> None:
         self.worker, self.files = worker, files
-        device, descriptors = worker.device, [opened(file) for file in files[worker.device]]
+        device, descriptors = worker.device, [file.open() for file in files[worker.device]]
         self.holders = Holders(worker.setup.plans)
         self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers(device)}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
-        self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
+        self.said: tuple[int, Trainer] | None = None  # of a step: the same in all its sections
         self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
         self.began: int | None = None  # the first step whose state is copied. None: the next one
         if self.holders.state is not None:
@@ -121,9 +120,7 @@ class WorkerVersions:
     def _copy(self, writer: SectionWriter, ins: Instr) -> None:
         step = self.worker.env.step
         if self.said is None or self.said[0] != step:
-            trainer = trainer_of(self.worker.env.state)
-            text = encoded(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
-            self.said = step, trainer, text
+            self.said = step, trainer_of(self.worker.env.state)
         kept, known = self._kept(ins), self.known.get(writer.number)
         if kept is None:
             writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
@@ -137,7 +134,7 @@ class WorkerVersions:
             for name, flat in known.joined.items():
                 flat.untyped_storage().resize_(flat.nbytes)
                 flat.copy_(self._state(name).trained)
-        writer.write(replace(known.copied, step=step), self.said[2])
+        writer.write(replace(known.copied, step=step, trainer=self.said[1]))
         for flat in known.joined.values():
             flat.untyped_storage().resize_(0)
 
@@ -153,11 +150,7 @@ class WorkerVersions:
         return copy_parts(self.worker, buckets, buffers, Trainer(), take, joined)
 
     def _kept(self, ins: Instr) -> list[Tensor] | None:
-        """Return the tensors that the optimizer keeps for the buckets that an instruction copies.
-
-        As long as they are the same, so is everything that is copied. None: there are values that a step
-        replaces, such as buffers.
-        """
+        """Return what the optimizer keeps of what is copied. None: a step replaces some of the values."""
         states: list[Tensor] = []
         for slot in ins.reads:
             if slot.kind == "buffer":
@@ -185,20 +178,16 @@ class WorkerVersions:
             self.writers[section.number].take(arrived[:nbytes])
             arrived = arrived[nbytes:]
 
-    def reader(self, step: int) -> VersionReader:
-        """Return the tensors of a version, the same for all devices. The driver has found it complete."""
-        files = {device: [opened(file) for file in shared] for device, shared in self.files.items()}
+    def restore(self, step: int) -> None:
+        """Take the state after a step, of which the driver has found a complete version."""
+        files = {device: [file.open() for file in shared] for device, shared in self.files.items()}
         try:
             held = [section for _, section in self.holders.held(files, step)]
-            assert held, "the driver has looked"
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
-        return VersionReader(held, self.worker.setup.seed)
-
-    def restore(self, step: int, reader: VersionReader | None = None) -> None:
-        """Take the state after a step. reader: of this step, if it is known already."""
-        for act in read_state(self.worker, self.reader(step) if reader is None else reader):
+        assert held, "the driver has looked"
+        for act in read_state(self.worker, VersionReader(held, self.worker.setup.seed)):
             act()
         self.worker.env.step, self.began = step, None
 
@@ -206,13 +195,6 @@ class WorkerVersions:
 def params_in(ins: Instr) -> list[str]:
     """Return the buckets whose parameters an instruction reads."""
     return [slot.owner for slot in ins.reads if slot.kind == "param"]
-
-
-def opened(file: SharedFile) -> int:
-    """Return a descriptor of a shared file."""
-    descriptor = file.open()
-    assert descriptor is not None, "versions are held on this machine"
-    return descriptor
 
 
 class Versions:
@@ -235,7 +217,6 @@ class Versions:
         """Drop all versions, and give back the memory that they take. No worker may live."""
         for descriptor in (descriptor for pair in self.descriptors.values() for descriptor in pair):
             os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, HEAD.size)
 
     @property
     def files(self) -> dict[int, tuple[SharedFile, ...]]:
@@ -278,14 +259,11 @@ class Versions:
         """Return the sections of a complete version, with their devices."""
         return self.holders.held(self.descriptors, step)
 
-    def reader(self, step: int, seed: int) -> VersionReader:
-        """Return the tensors of a complete version."""
-        return VersionReader((section for _, section in self._held(step)), seed)
-
-    def parts(self, step: int) -> dict[int, list[TensorRange]]:
-        """Return all tensors of a complete version by device, to write them to a disk."""
+    def saved(self, step: int, seed: int) -> tuple[Record, dict[int, list[TensorRange]]]:
+        """Return the record of a complete version, and all its tensors by device, to write them to a disk."""
+        held = self._held(step)
         ranges: dict[int, list[TensorRange]] = {device: [] for device in self.devices}
-        for device, section in self._held(step):
+        for device, section in held:
             ranges[device] += [
                 TensorRange(
                     key=placed.key,
@@ -296,7 +274,7 @@ class Versions:
                 )
                 for number, placed in enumerate(section.layout.placed)
             ]
-        return ranges
+        return VersionReader((section for _, section in held), seed).record, ranges
 
     def close(self) -> None:
         """Give the memory back."""
