@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from piper.capture.autodiff.partition import Partition
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
-from piper.capture.cost.estimate import Cost, cost_of
+from piper.capture.cost.estimate import cost_of
 from piper.capture.cost.section import KINDS, Section, Write
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import upstream
@@ -31,7 +31,7 @@ class GraphCode:
         # compiled: it will be, so it costs what compiled code does
         self.partition, self.compiled = partition, compiled
         self.given: dict[Phase, tuple[int, ...]] = {}  # gradients of parameters written into given memory
-        self.costs: dict[Phase, Cost] = {}
+        self.costs: dict[Phase, PhaseSpec] = {}
         sections, sizes = partition.sections, partition.joint.sizes
         for phase, section in sections.items():
             if phase == "BW" and section == sections["B"]:  # as no input has a gradient
@@ -111,9 +111,10 @@ class GraphCode:
         )
 
     def _spec(self, chunk: Chunk, phase: Phase) -> PhaseSpec:
-        section, cost = self.partition.sections[phase], self.costs[phase]
+        section = self.partition.sections[phase]
         grad_params = tuple(chunk.params[i] for i in section.grad_params)
-        return PhaseSpec(
+        return replace(
+            self.costs[phase],
             inputs=tuple(section.reads["inputs"]),
             params=tuple(chunk.params[i] for i in section.reads["params"]),
             buffers=tuple(chunk.buffers[i] for i in section.reads["buffers"]),
@@ -123,10 +124,6 @@ class GraphCode:
             grad_inputs=section.grad_inputs,
             grad_params=grad_params,
             in_place=tuple(grad_params[place] for place in self.given[phase]),
-            flops=cost.flops,
-            bytes_moved=cost.bytes_moved,
-            workspace=cost.workspace,
-            kernels=cost.kernels,
         )
 
 

@@ -11,14 +11,15 @@ from torch import Tensor, fx
 from piper.capture.autodiff.code import Code, EagerCode, GraphCode, PhaseCode
 from piper.capture.autodiff.compose import Composer
 from piper.capture.autodiff.joint import Joint, UntraceableError, trace_joint
-from piper.capture.autodiff.partition import partition
-from piper.capture.autodiff.remat import Choice, choose
+from piper.capture.autodiff.partition import Partitioner
+from piper.capture.autodiff.remat import Choice, Chooser
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
 from piper.capture.trace.routed_rows import check_rows
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, PhaseSpec, TensorSpec
@@ -96,15 +97,18 @@ class CodeCache:
             self.joints[key] = trace_joint(
                 body, trained, tangents, ways, self.device, decompose=self.compiled
             )
-        joint = self.joints[key]  # of an expert region it serves any number of rows
-        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
+        joint = self.joints[key]
+        if experts is None:
+            return joint
+        rows = joint.sizes.rows  # of an expert region the joint serves any number of them
+        return replace(joint, sizes=SymbolicSizes(dict.fromkeys(rows, experts.rows), rows))
 
     def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
-        plain = partition(joint)
+        plain = Partitioner(joint)
         if not self.compiled and options.budget is None:
-            return CompiledChunk(key=key, code=GraphCode(plain))
-        choice = choose(plain, options.budget, compiled=self.compiled)
-        cut = partition(joint, choice.keep, choice.writers)
+            return CompiledChunk(key=key, code=GraphCode(plain.run()))
+        choice = Chooser(plain, compiled=self.compiled).run(options.budget)
+        cut = Partitioner(joint, choice.keep, choice.writers).run()
         code = GraphCode(cut, compiled=self.compiled, flat=options.flat)
         return CompiledChunk(key=key, code=code, choice=choice)
 
