@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.partition import Partition
+from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
 from piper.capture.cost.estimate import cost_of
@@ -26,10 +27,15 @@ PhaseCode = Callable[..., tuple[Tensor, ...]]
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
-    def __init__(self, partition: Partition, *, compiled: bool = False, flat: bool = False) -> None:
-        """Build a chunk's code. flat: its backward writes gradients into given memory, where it can."""
-        # compiled: it will be, so it costs what compiled code does
-        self.partition, self.compiled = partition, compiled
+    def __init__(
+        self,
+        partition: Partition,
+        choice: Choice | None = None,  # of the saved values, where there was one
+        *,
+        compiled: bool = False,  # it will be, so it costs what compiled code does
+        flat: bool = False,  # its backward writes gradients into given memory, where it can
+    ) -> None:
+        self.partition, self.choice, self.compiled = partition, choice, compiled
         self.given: dict[Phase, tuple[int, ...]] = {}  # gradients of parameters written into given memory
         self.costs: dict[Phase, PhaseSpec] = {}
         sections, sizes = partition.sections, partition.joint.sizes
@@ -189,14 +195,10 @@ class EagerCode:
     """
 
     def __init__(
-        self,
-        piece: CapturedChunk,
-        trained: Sequence[bool],
-        tangents: Sequence[int],
-        params: Sequence[TensorSpec],
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int, why: str
     ) -> None:
         assert piece.body is not None
-        self.piece, self.body = piece, piece.body
+        self.piece, self.body, self.why = piece, piece.body, why
         self.tangents = tuple(tangents)
         self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
         results = next(iter(reversed(self.body.graph.nodes))).args[0]
@@ -208,7 +210,10 @@ class EagerCode:
         first = len(piece.inputs)
         self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
         self.trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
-        self.carried = tuple(params[i] for i in self.grad_params) if self.trains else ()
+        params = (self.body.params[i] for i in self.grad_params if self.trains)
+        # A device has its part of what has an entry for each expert.
+        own = (param if ways == 1 else param.narrow(0, 0, len(param) // ways) for param in params)
+        self.carried = tuple(map(SymbolicSizes().spec, own))
 
     def complete(self, chunk: Chunk) -> Chunk:
         forward = PhaseSpec(
