@@ -169,7 +169,7 @@ class Capturing:
                 self.batch,
                 rows,
                 known.precision,
-                torch.device(known.device),
+                known.device,
                 compiled=known.compiled,
                 forward_only=known.forward_only,
                 built=self._start_compilers,

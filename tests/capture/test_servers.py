@@ -45,6 +45,10 @@ ASKED: dict[tuple[str, Phase], Source] = {
 }
 
 
+class NamedCode(str):
+    """Stands for compiled code."""
+
+
 def mute(servers: CompileServers, code: str) -> None:
     """Add a process that is not a real server."""
     servers.processes.append(
@@ -65,7 +69,7 @@ def test_what_servers_leave_is_compiled_here_once(
 
     def compiled(name: str, given: Source, cache: Cache) -> Compiled:
         made.append(given.phase)
-        return cast(Compiled, f"code of {given.phase}")
+        return cast(Compiled, NamedCode(f"code of {given.phase}"))
 
     monkeypatch.setattr(phases, "compiled", compiled)
     servers, other = CompileServers(), list[str]()

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.partition import Partition
+from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
-from piper.capture.cost.estimate import Cost, cost_of
+from piper.capture.cost.estimate import cost_of
 from piper.capture.cost.section import KINDS, Section, Write
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import upstream
@@ -26,12 +27,17 @@ PhaseCode = Callable[..., tuple[Tensor, ...]]
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
-    def __init__(self, partition: Partition, *, compiled: bool = False, flat: bool = False) -> None:
-        """Build a chunk's code. flat: its backward writes gradients into given memory, where it can."""
-        # compiled: it will be, so it costs what compiled code does
-        self.partition, self.compiled = partition, compiled
+    def __init__(
+        self,
+        partition: Partition,
+        choice: Choice | None = None,  # of the saved values, where there was one
+        *,
+        compiled: bool = False,  # it will be, so it costs what compiled code does
+        flat: bool = False,  # its backward writes gradients into given memory, where it can
+    ) -> None:
+        self.partition, self.choice, self.compiled = partition, choice, compiled
         self.given: dict[Phase, tuple[int, ...]] = {}  # gradients of parameters written into given memory
-        self.costs: dict[Phase, Cost] = {}
+        self.costs: dict[Phase, PhaseSpec] = {}
         sections, sizes = partition.sections, partition.joint.sizes
         for phase, section in sections.items():
             if phase == "BW" and section == sections["B"]:  # as no input has a gradient
@@ -111,9 +117,10 @@ class GraphCode:
         )
 
     def _spec(self, chunk: Chunk, phase: Phase) -> PhaseSpec:
-        section, cost = self.partition.sections[phase], self.costs[phase]
+        section = self.partition.sections[phase]
         grad_params = tuple(chunk.params[i] for i in section.grad_params)
-        return PhaseSpec(
+        return replace(
+            self.costs[phase],
             inputs=tuple(section.reads["inputs"]),
             params=tuple(chunk.params[i] for i in section.reads["params"]),
             buffers=tuple(chunk.buffers[i] for i in section.reads["buffers"]),
@@ -123,10 +130,6 @@ class GraphCode:
             grad_inputs=section.grad_inputs,
             grad_params=grad_params,
             in_place=tuple(grad_params[place] for place in self.given[phase]),
-            flops=cost.flops,
-            bytes_moved=cost.bytes_moved,
-            workspace=cost.workspace,
-            kernels=cost.kernels,
         )
 
 
@@ -192,14 +195,10 @@ class EagerCode:
     """
 
     def __init__(
-        self,
-        piece: CapturedChunk,
-        trained: Sequence[bool],
-        tangents: Sequence[int],
-        params: Sequence[TensorSpec],
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int, why: str
     ) -> None:
         assert piece.body is not None
-        self.piece, self.body = piece, piece.body
+        self.piece, self.body, self.why = piece, piece.body, why
         self.tangents = tuple(tangents)
         self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
         results = next(iter(reversed(self.body.graph.nodes))).args[0]
@@ -211,7 +210,10 @@ class EagerCode:
         first = len(piece.inputs)
         self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
         self.trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
-        self.carried = tuple(params[i] for i in self.grad_params) if self.trains else ()
+        params = (self.body.params[i] for i in self.grad_params if self.trains)
+        # A device has its part of what has an entry for each expert.
+        own = (param if ways == 1 else param.narrow(0, 0, len(param) // ways) for param in params)
+        self.carried = tuple(map(SymbolicSizes().spec, own))
 
     def complete(self, chunk: Chunk) -> Chunk:
         forward = PhaseSpec(

@@ -1,6 +1,5 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -11,29 +10,20 @@ from torch import Tensor, fx
 from piper.capture.autodiff.code import Code, EagerCode, GraphCode, PhaseCode
 from piper.capture.autodiff.compose import Composer
 from piper.capture.autodiff.joint import Joint, UntraceableError, trace_joint
-from piper.capture.autodiff.partition import partition
-from piper.capture.autodiff.remat import Choice, choose
+from piper.capture.autodiff.partition import Partitioner
+from piper.capture.autodiff.remat import Choice, Chooser
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
 from piper.capture.trace.routed_rows import check_rows
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, PhaseSpec, TensorSpec
 from piper.ir.chunk_options import CodeOptions, block_rows
 from piper.process.gc_pause import no_collection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledChunk:
-    """The code of one distinct chunk."""
-
-    key: str
-    code: Code
-    fallback: str | None = None  # why it runs under eager autograd
-    choice: Choice | None = None  # what is kept between its phases, where some is made again
 
 
 class CodeCache:
@@ -42,7 +32,7 @@ class CodeCache:
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.compiled = device, compiled
         self.joints: dict[str, Joint] = {}  # of bodies, each distinct one traced once
-        self.codes: dict[str, CompiledChunk] = {}
+        self.codes: dict[str, Code] = {}
         self.checked: set[str] = set()  # keys of experts whose rows have been checked
 
     def find(
@@ -51,10 +41,9 @@ class CodeCache:
         *,
         trained: Sequence[bool],  # of each parameter, whether it has a gradient
         tangents: Sequence[int],  # outputs that have a gradient
-        params: Sequence[TensorSpec],  # on one device
         options: CodeOptions,
-    ) -> CompiledChunk:
-        """Return the code of a piece. Trace it if no equal piece has been traced."""
+    ) -> tuple[str, Code]:
+        """Return the key and the code of a piece. Trace it if no equal piece has been traced."""
         assert piece.body is not None, "a marker has no code"
         budget, ways = options.budget, options.ways
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
@@ -63,11 +52,10 @@ class CodeCache:
         if key not in self.codes:
             try:
                 joint = self._joint_of(piece, trained, tangents, ways)
-                self.codes[key] = self._code_of(key, joint, options)
+                self.codes[key] = self._code_of(joint, options)
             except UntraceableError as error:
-                code = EagerCode(piece, trained, tangents, params)
-                self.codes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
-        return self.codes[key]
+                self.codes[key] = EagerCode(piece, trained, tangents, ways, str(error))
+        return key, self.codes[key]
 
     def _joint_of(
         self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
@@ -96,17 +84,19 @@ class CodeCache:
             self.joints[key] = trace_joint(
                 body, trained, tangents, ways, self.device, decompose=self.compiled
             )
-        joint = self.joints[key]  # of an expert region it serves any number of rows
-        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
+        joint = self.joints[key]
+        if experts is None:
+            return joint
+        rows = joint.sizes.rows  # of an expert region the joint serves any number of them
+        return replace(joint, sizes=SymbolicSizes(dict.fromkeys(rows, experts.rows), rows))
 
-    def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
-        plain = partition(joint)
+    def _code_of(self, joint: Joint, options: CodeOptions) -> GraphCode:
+        plain = Partitioner(joint)
         if not self.compiled and options.budget is None:
-            return CompiledChunk(key=key, code=GraphCode(plain))
-        choice = choose(plain, options.budget, compiled=self.compiled)
-        cut = partition(joint, choice.keep, choice.writers)
-        code = GraphCode(cut, compiled=self.compiled, flat=options.flat)
-        return CompiledChunk(key=key, code=code, choice=choice)
+            return GraphCode(plain.run())
+        choice = Chooser(plain, compiled=self.compiled).run(options.budget)
+        cut = Partitioner(joint, choice.keep, choice.writers).run()
+        return GraphCode(cut, choice, compiled=self.compiled, flat=options.flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +105,24 @@ class Captured:
 
     outline: CapturedModel
     constants: Mapping[str, Tensor]
-    fallbacks: Mapping[str, str]  # chunks that run under eager autograd, and why
     codes: Mapping[str, Code]
-    choices: Mapping[str, Choice] = field(default_factory=dict)  # what chunks with a budget save
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
     built: dict[tuple[str, Phase], PhaseCode] = field(default_factory=dict, repr=False)
     servers: CompileServers = field(default_factory=CompileServers, repr=False)  # which compile it too
     building: Lock = field(default_factory=Lock, repr=False)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Return the chunks that run under eager autograd, and why."""
+        codes = {chunk.name: self.codes.get(chunk.key) for chunk in self.outline.chunks}
+        return {name: code.why for name, code in codes.items() if isinstance(code, EagerCode)}
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """Return what chunks with a budget save."""
+        codes = {chunk.name: self.codes.get(chunk.key) for chunk in self.outline.chunks}
+        choices = {name: code.choice for name, code in codes.items() if isinstance(code, GraphCode)}
+        return {name: choice for name, choice in choices.items() if choice and choice.budget is not None}
 
     def phase(self, key: str, phase: Phase) -> PhaseCode:
         """Return the code of a phase, called as its `PhaseSpec` says. Build it on the first call."""
@@ -206,8 +207,6 @@ class _Differentiator:
         self.own_rows = {chunk.name for chunk in traced.outline.chunks if chunk.own_rows}
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
-        self.fallbacks: dict[str, str] = {}
-        self.choices: dict[str, Choice] = {}
 
     def run(self) -> Captured:
         """Differentiate chunks from the last to the first: each then knows which outputs need a gradient."""
@@ -225,9 +224,7 @@ class _Differentiator:
         return Captured(
             outline=replace(outline, chunks=tuple(reversed(done))),
             constants=self.traced.recording.constants,
-            fallbacks=dict(reversed(self.fallbacks.items())),
             codes=self.codes,
-            choices=dict(reversed(self.choices.items())),
         )
 
     def _on_one_device(self, chunk: Chunk) -> Chunk:
@@ -258,26 +255,14 @@ class _Differentiator:
             piece = _on_devices(piece, experts)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
-        compiled = self.known.find(
+        key, code = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            params=[self._spec(name, experts) for name in chunk.params],
             options=replace(options, ways=experts.ways),
         )
-        self.codes[compiled.key] = compiled.code
-        if compiled.fallback is not None:
-            self.fallbacks[chunk.name] = compiled.fallback
-        if compiled.choice is not None and compiled.choice.budget is not None:
-            self.choices[chunk.name] = compiled.choice
-        return replace(compiled.code.complete(chunk), key=compiled.key)
-
-    def _spec(self, name: str, experts: CodeOptions) -> TensorSpec:
-        """Return the shape of a parameter on one device."""
-        parameter = self.parameters[name]
-        shape, width = parameter.local_shape, getattr(torch, parameter.dtype).itemsize
-        whole = TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
-        return _fewer(whole, experts)
+        self.codes[key] = code
+        return replace(code.complete(chunk), key=key)
 
     def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
         """Refuse experts whose results depend on which rows and experts their device has, once if equal."""

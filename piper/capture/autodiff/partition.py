@@ -51,22 +51,19 @@ class _Needs:
     lengths: dict[fx.Node, tuple[fx.Node, int]]
 
 
-def partition(
-    joint: Joint,
-    keep: Collection[fx.Node] | None = None,  # values of the forward that may be saved; None: all
-    writers: Mapping[fx.Node, fx.Node] | None = None,  # recomputed values, and results made beside them
-) -> Partition:
-    """Cut a joint graph into its phases. A backward recomputes the values that it needs and may not save."""
-    return _Partitioner(joint, keep, writers or {}).run()
+class Partitioner:
+    """Finds what each phase of one joint graph reads, runs and writes.
 
-
-class _Partitioner:
-    """Finds what each phase of one joint graph reads, runs and writes."""
+    A backward recomputes the values that it needs and may not save.
+    """
 
     def __init__(
-        self, joint: Joint, keep: Collection[fx.Node] | None, writers: Mapping[fx.Node, fx.Node]
+        self,
+        joint: Joint,
+        keep: Collection[fx.Node] | None = None,  # values of the forward that may be saved; None: all
+        writers: Mapping[fx.Node, fx.Node] | None = None,  # recomputed values, and results made beside them
     ) -> None:
-        self.joint, self.keep, self.writers = joint, keep, writers
+        self.joint, self.keep, self.writers = joint, keep, writers or {}
         self.order = {node: position for position, node in enumerate(joint.graph.nodes)}
         self.backward = backward_nodes(joint)
         self.overwritten = {joint.buffers[position] for position in joint.mutated}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.joint import Joint
-from piper.capture.autodiff.partition import Partition, backward_nodes, casts
+from piper.capture.autodiff.partition import Partitioner
 from piper.capture.cost.aliases import (
     cheap,
     memory_of,
@@ -46,22 +46,14 @@ class Choice:
     # ^ recomputed factors of products, each with the result of the backward that it is written with
 
 
-def choose(plain: Partition, budget: float | None, *, compiled: bool) -> Choice:
-    """Choose the saved values of a chunk whose partition without recomputation is `plain`."""
-    # budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
-    # compiled: a compiler fuses cheap operations with their readers.
-    return _Chooser(plain, compiled).run(budget)
-
-
-class _Chooser:
+class Chooser:
     """Weighs the bytes of the values of one joint graph against the cost of recomputing them."""
 
-    def __init__(self, plain: Partition, compiled: bool) -> None:
-        joint = plain.joint
-        self.plain, self.sizes = plain, joint.sizes
-        self.backward = backward_nodes(joint)
-        self.casts = casts(joint, self.backward)
-        self.overwritten = {joint.buffers[position] for position in joint.mutated}
+    def __init__(self, cutter: Partitioner, *, compiled: bool) -> None:
+        """Read a partition without recomputation. compiled: cheap operations are fused with their readers."""
+        self.plain, joint = cutter.run(), cutter.joint
+        self.backward, self.casts, self.overwritten = cutter.backward, cutter.casts, cutter.overwritten
+        self.sizes = joint.sizes
         self.region = self._region()
         candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
         fusible = [node for node in candidates if compiled and cheap(node)]
@@ -73,6 +65,7 @@ class _Chooser:
         self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
 
     def run(self, budget: float | None) -> Choice:
+        """Choose the saved values. budget: their share of all bytes. None: what free recomputation leaves."""
         everything = self._bytes(self.plain.saved)
         keep = self._cut(0)
         if budget is not None and self.costly and self._bytes(keep) > budget * everything:

@@ -30,7 +30,7 @@ def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Sou
     """Return a compiled phase, of a source that writes results into its last arguments."""
     targets = source.arguments[len(plain.arguments) : -1]
     like = [(target.shape, target.dtype) for target in targets]
-    return FlatPhase(code, plain.in_place, like, targets[0].device, plain.module)
+    return FlatPhase(code, plain.in_place, like, targets[0].device)
 
 
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
@@ -51,11 +51,12 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
                 graph.call_function(embedding_grad_into, (*looked_up, target, add, padding))
                 continue
             first, second = cast(tuple[fx.Node, fx.Node], product.args)
-            columns = _transposed(first)
-            if columns is None:
-                left = graph.call_function(_aten.t.default, (copies[first],))
+            if first.target is _aten.t.default or (
+                first.target is _aten.permute.default and [*cast(list[int], first.args[1])] == [1, 0]
+            ):
+                left = copies[_rows(first.all_input_nodes[0])]
             else:
-                left = copies[_rows(columns)]
+                left = graph.call_function(_aten.t.default, (copies[first],))
             graph.call_function(mm_into, (left, copies[_rows(second)], target, add))
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
@@ -82,12 +83,6 @@ def _product(result: fx.Node) -> fx.Node:
     return node
 
 
-def _transposed(matrix: fx.Node) -> fx.Node | None:
-    """Return the matrix that a node transposes. None: it transposes none."""
-    permuted = matrix.target is _aten.permute.default and [*cast(list[int], matrix.args[1])] == [1, 0]
-    return matrix.all_input_nodes[0] if permuted or matrix.target is _aten.t.default else None
-
-
 def _rows(matrix: fx.Node) -> fx.Node:
     """Return the value of which a matrix is a view that joins all axes but the last."""
     value = matrix
@@ -109,11 +104,9 @@ class FlatPhase(CompiledPhase):
         results: Sequence[int],
         like: Sequence[tuple[torch.Size, torch.dtype]],
         device: torch.device,
-        plain: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         """Keep compiled code. results: those that it writes. like: their shapes."""
-        self.code, self.results, self.like = code, tuple(results), tuple(like)
-        self.device, self.plain = device, plain
+        self.code, self.results, self.like, self.device = code, tuple(results), tuple(like), device
         self.inner: Boxed = code.boxed  # type: ignore[attr-defined]
         self.flags = (torch.tensor(False), torch.tensor(True))
 

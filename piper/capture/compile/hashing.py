@@ -34,10 +34,7 @@ def structural_key(
 
 def digest_of(lines: Iterable[str]) -> str:
     """Return a hash of lines of text."""
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:

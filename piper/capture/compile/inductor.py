@@ -60,7 +60,7 @@ class CompiledPhase:
     """
 
     boxed: Boxed
-    plain: Callable[..., tuple[Tensor, ...]] | None
+    plain: Callable[..., tuple[Tensor, ...]] | None = None
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         traced = torch.is_grad_enabled() and any(argument.requires_grad for argument in arguments)
@@ -72,19 +72,9 @@ class CompiledPhase:
 class Compiled(CompiledPhase):
     """A phase that is compiled as one graph. It is sent between processes as bytes."""
 
-    def __init__(
-        self,
-        name: str,
-        artifact: bytes,
-        cache: Cache,
-        modules: Sequence[str],
-        plain: Callable[..., tuple[Tensor, ...]] | None = None,
-        entry: CacheEntry | None = None,
-    ) -> None:
-        """Load a compiled phase. entry: what the cache has under its name. None: it is looked up."""
-        self.name, self.artifact, self.cache = name, artifact, cache
-        self.modules, self.plain = tuple(modules), plain
-        entry = entry or cache.find(name)
+    def __init__(self, name: str, artifact: bytes, cache: Cache, modules: Sequence[str]) -> None:
+        self.name, self.artifact, self.cache, self.modules = name, artifact, cache, tuple(modules)
+        entry = cache.find(name)
         if entry is not None and entry.artifact == artifact:
             cache.restore(entry)  # else its kernels are compiled again from the artifact
         self.boxed, unmeasured = _load(artifact, cache, modules)
@@ -126,8 +116,7 @@ def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
     if entry is None:
         return None
     try:
-        modules = sorted(modules_of(source.module.graph))
-        return Compiled(name, entry.artifact, cache, modules, source.module, entry)
+        return Compiled(name, entry.artifact, cache, sorted(modules_of(source.module.graph)))
     except PiperError:
         raise
     except _BROKEN as error:
@@ -140,7 +129,7 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
     """Compile a graph, and store it in the cache under its name."""
     try:
         artifact = _compile(source, cache)
-        code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), source.module)
+        code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)))
         cache.keep(name, CacheEntry(artifact=artifact, files=_compiled_files(cache)))
     except PiperError:
         raise

@@ -61,15 +61,10 @@ class CompiledPieces(CompiledPhase):
     """A phase whose repeated layers are compiled once, and called as a `Compiled` one is."""
 
     def __init__(
-        self,
-        pieces: Sequence[Compiled],
-        calls: Sequence[PieceCall],
-        results: Sequence[int],
-        plain: Callable[..., tuple[Tensor, ...]] | None = None,
+        self, pieces: Sequence[Compiled], calls: Sequence[PieceCall], results: Sequence[int]
     ) -> None:
         """Keep compiled pieces and the order of their calls."""
         self.pieces, self.calls, self.results = tuple(pieces), tuple(calls), tuple(results)
-        self.plain = plain
 
     def boxed(self, arguments: list[Tensor]) -> list[Tensor]:
         """Call the pieces in order. Values are let go with their last use, arguments as well."""
@@ -110,7 +105,10 @@ def compile_phases(
         cuts[key] = source, pieces, [names[piece.key] for piece in pieces] or [names[""]]
     codes = _compile_all(graphs, cache, servers, meanwhile)
     phases = {key: _phase_of(*cut, codes) for key, cut in cuts.items()}
-    return {**phases, **{key: flat_phase(phases[key], asked[key], flat[key]) for key in flat}}
+    phases |= {key: flat_phase(phases[key], asked[key], flat[key]) for key in flat}
+    for key, phase in phases.items():
+        phase.plain = asked[key].module
+    return phases
 
 
 def _compile_all(
@@ -166,7 +164,7 @@ def _phase_of(
         calls.append(call)
         needed.update(piece.reads)
     ordered, returned = calls[::-1], [numbers[node] for node in results]
-    return CompiledPieces([codes[name] for name in used], ordered, returned, source.module)
+    return CompiledPieces([codes[name] for name in used], ordered, returned)
 
 
 def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from piper.capture.cost.workspace import workspace_of
 from piper.capture.precision.fp8 import fp8_mm
 from piper.capture.trace.effects import argument
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
-from piper.ir.chunk import Kernel
+from piper.ir.chunk import Kernel, PhaseSpec
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.dim_IntList, _aten.mean.dim)
@@ -38,16 +37,6 @@ _PRODUCTS = {  # where the two factors stand among the arguments
 FLEX = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """The cost of one phase, with balanced sizes."""
-
-    flops: int
-    bytes_moved: int
-    workspace: int  # peak bytes beyond arguments and results; negative if these never coexist
-    kernels: tuple[Kernel, ...] = ()
-
-
 def cost_of(
     section: Section,
     sizes: SymbolicSizes,
@@ -55,8 +44,8 @@ def cost_of(
     compiled: bool = False,  # cheap operations are fused: values between them need no memory
     lasting: Collection[fx.Node] = (),  # values that a later phase reads again
     given: Collection[fx.Node] = (),  # results whose memory is there from the start
-) -> Cost:
-    """Add up the operations of a phase."""
+) -> PhaseSpec:
+    """Add up the operations of a phase, with balanced sizes, in a spec that says only what they cost."""
     fleeting = _fleeting(section) if compiled else None
     groups: list[Sequence[fx.Node]] = [[node] for node in section.body if _computes(node)]
     if fleeting is not None:
@@ -68,7 +57,7 @@ def cost_of(
     kernels = tuple(
         _kernel_of(group, _bytes_moved(group, makers, sizes, fleeting or ()), sizes) for group in groups
     )
-    return Cost(
+    return PhaseSpec(
         flops=sum(kernel.flops for kernel in kernels),
         bytes_moved=sum(kernel.nbytes for kernel in kernels),
         workspace=workspace_of(section, sizes, fleeting, lasting, given),
@@ -192,7 +181,8 @@ def _fused(
         return node
 
     for node in body:
-        depth[node] = _depth(depth, {*node.all_input_nodes, *writers.get(node, node).all_input_nodes})
+        sources = {*node.all_input_nodes, *writers.get(node, node).all_input_nodes} & depth.keys()
+        depth[node] = max((depth[source] + (not _mixes(source)) for source in sources), default=0)
         if not _computes(node):
             continue
         leader[node] = node
@@ -215,11 +205,6 @@ def _grouped(nodes: Iterable[fx.Node], lead: Callable[[fx.Node], fx.Node]) -> Co
     for node in nodes:
         groups.setdefault(lead(node), []).append(node)
     return groups.values()
-
-
-def _depth(depth: Mapping[fx.Node, int], sources: Collection[fx.Node]) -> int:
-    """Return how many kernels must have run before an operation on the sources."""
-    return max((depth[source] + (not _mixes(source)) for source in sources if source in depth), default=0)
 
 
 def _mixes(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ same, which `equal_blocks` proves on fakes, the blocks between the first four an
 their input. Their regions are then empty in the outline. Here each gets the chunks of the fourth block.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -52,13 +53,14 @@ class _Filler:
         """Read an outline whose regions from `gap` on are missing; a block has `period` regions."""
         self.outline, self.blocks, self.tag, self.period = outline, blocks, tag, period
         self.skipped = len(skipped_blocks(blocks))
-        self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
-        self.by_name = {chunk.name: chunk for chunk in outline.chunks}
-        self.first, self.gap = gap - period, gap
-        self.begin = [chunk for chunk in outline.chunks if self.numbers[chunk.name] < self.first]
-        self.block = [c for c in outline.chunks if self.first <= self.numbers[c.name] < gap]
-        self.end = [chunk for chunk in outline.chunks if self.numbers[chunk.name] > gap]
-        self.before = [c for c in self.begin if self.numbers[c.name] >= self.first - period]
+
+        def between(first: int, last: float) -> list[Chunk]:
+            return [chunk for chunk in outline.chunks if first <= dict(chunk.tags)[tag] < last]
+
+        self.begin, self.end = between(0, gap - period), between(gap, math.inf)
+        self.second, self.before, self.block = (
+            between(gap - (back + 1) * period, gap - back * period) for back in (2, 1, 0)
+        )
 
     def filled(self) -> Filled | None:
         """Return the whole outline. None: the blocks are not equal."""
@@ -66,29 +68,32 @@ class _Filler:
         if growth is None or list(self.outline.chunks) != self.begin + self.block + self.end:
             return None
         steps, ends = growth
-        own = _Copier(self, steps)
         third, fourth, last_block = self.blocks[FIRST - 2], self.blocks[FIRST - 1], self.blocks[-1]
         # A region may end with operations of the block that runs after its own.
-        if [own.chunk(chunk, 1, {third: fourth, fourth: last_block}) for chunk in self.before] != self.block:
+        moves = _Moves(steps, [*self.second, *self.before, *self.block])
+        if [moves.chunk(chunk, {third: fourth, fourth: last_block}) for chunk in self.before] != self.block:
             return None
         chunks = {chunk.name: chunk for chunk in self.begin}
         origins = dict(chunks)
         for shift in range(self.skipped + 1):
             here, after = self.blocks[FIRST - 1 + shift], self.blocks[FIRST + shift]
+            by = {tag: shift * step for tag, step in steps.items()}
+            moves = _Moves(by, [*self.before, *self.block])
             for chunk in self.block:
-                copy = own.chunk(chunk, shift, {fourth: here, last_block: after})
+                copy = moves.chunk(chunk, {fourth: here, last_block: after})
                 chunks[copy.name], origins[copy.name] = copy, chunk
-        last = _Copier(self, ends, source=own)
+        # What the end of the model reads of the block is that of the last one skipped.
+        moves = _Moves(ends, self.end, {chunk.name: moves.names[chunk.name] for chunk in self.block})
         before = {chunk.name for chunk in self.before}
         for chunk in self.end:
             if any(isinstance(source, Output) and source.chunk in before for source in chunk.inputs):
                 return None
-            copy = last.chunk(chunk, 1, {})
+            copy = moves.chunk(chunk, {})
             chunks[copy.name], origins[copy.name] = copy, chunk
-        return self._whole(chunks, origins, last)
+        return self._whole(chunks, origins, moves)
 
     def _whole(
-        self, chunks: Mapping[str, Chunk], origins: Mapping[str, Chunk], last: "_Copier"
+        self, chunks: Mapping[str, Chunk], origins: Mapping[str, Chunk], moves: "_Moves"
     ) -> Filled | None:
         outline = self.outline
         known = {parameter.name: parameter for parameter in outline.parameters}
@@ -107,9 +112,9 @@ class _Filler:
         whole = replace(
             outline,
             chunks=tuple(chunks.values()),
-            loss=last.output(outline.loss, 1, self.gap),
-            weight=outline.weight and last.output(outline.weight, 1, self.gap),
-            metrics=outline.metrics and last.output(outline.metrics, 1, self.gap),
+            loss=moves.output(outline.loss),
+            weight=outline.weight and moves.output(outline.weight),
+            metrics=outline.metrics and moves.output(outline.metrics),
             parameters=tuple(parameters),
             degrees=degrees,
             empty={pair: place for pair, place in outline.empty.items() if pair not in tagged},
@@ -137,45 +142,33 @@ class _Filler:
         return steps, ends
 
 
-class _Copier:
-    """Copies chunks to later places, with other names."""
+class _Moves:
+    """Copies chunks to later regions, with other names."""
 
-    def __init__(self, filler: _Filler, steps: Mapping[str, int], source: "_Copier | None" = None) -> None:
-        """Note by how much each tag grows. source: copies the chunks that are read and are not in the end."""
-        self.filler, self.steps, self.behind = filler, steps, source
+    def __init__(
+        self, by: Mapping[str, int], chunks: Sequence[Chunk], known: Mapping[str, str] | None = None
+    ) -> None:
+        """Note by how much each tag grows. known: new names of other chunks that are read."""
+        self.by = by
+        self.names = dict(known or {})
+        for chunk in chunks:
+            old, new = region_name(chunk.tags), region_name(self.tags(chunk))
+            assert chunk.name.startswith(old), f"{chunk.name} does not begin with its tags"
+            self.names[chunk.name] = new + chunk.name.removeprefix(old)
 
-    def tags(self, tags: Tags, shift: int) -> Tags:
-        return tuple((tag, number + shift * self.steps[tag]) for tag, number in tags)
+    def tags(self, chunk: Chunk) -> Tags:
+        return tuple((tag, number + self.by[tag]) for tag, number in chunk.tags)
 
-    def name(self, chunk: Chunk, shift: int) -> str:
-        """Return the name of a copy: its tags, and what follows them in the name."""
-        old, new = (region_name(tags) for tags in (chunk.tags, self.tags(chunk.tags, shift)))
-        assert chunk.name.startswith(old), f"{chunk.name} does not begin with its tags"
-        return new + chunk.name.removeprefix(old)
+    def output(self, source: Output) -> Output:
+        return replace(source, chunk=self.names.get(source.chunk, source.chunk))
 
-    def output(self, source: Output, shift: int, reader: int) -> Output:
-        """Return what a copy of region `reader` reads: of its own block, the one before, or an early one."""
-        filler = self.filler
-        chunk, number = filler.by_name[source.chunk], filler.numbers[source.chunk]
-        if self.behind is not None:  # the end of the model: what it reads of the block lies further on
-            if number > filler.gap:
-                return replace(source, chunk=self.name(chunk, shift))
-            return self.behind.output(source, filler.skipped, number) if number >= filler.first else source
-        begin = reader - (reader - filler.first) % filler.period  # of the reader's block
-        early = number < begin - filler.period
-        return source if early else replace(source, chunk=self.name(chunk, shift))
-
-    def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
-        """Return a copy of a chunk so many blocks later. paths: blocks, and those that take their place."""
-        reader = self.filler.numbers[chunk.name]
-        inputs = (
-            self.output(source, shift, reader) if isinstance(source, Output) else source
-            for source in chunk.inputs
-        )
+    def chunk(self, chunk: Chunk, paths: Mapping[str, str]) -> Chunk:
+        """Return a copy of a chunk. paths: blocks, and those that take their place."""
+        inputs = (self.output(each) if isinstance(each, Output) else each for each in chunk.inputs)
         return replace(
             _renamed(chunk, ("params", "buffers", "mutated", "products", "rowwise"), paths),
-            name=self.name(chunk, shift),
-            tags=self.tags(chunk.tags, shift),
+            name=self.names[chunk.name],
+            tags=self.tags(chunk),
             inputs=tuple(inputs),
             phases={
                 kind: _renamed(spec, ("params", "buffers", "grad_params", "in_place"), paths)

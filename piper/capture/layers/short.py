@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,12 +21,10 @@ from piper.capture.layers.annotate_layers import find_layers
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, request_key
 from piper.capture.shard.request import Request, merged
-from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import LossFn
-from piper.capture.trace.trace import Traced, fake_batch
+from piper.capture.trace.trace import Traced, on_fakes
 from piper.ir.chunk import CapturedModel
 from piper.ir.chunk_options import CodeOptions
-from piper.ir.dtypes import DTYPES
 
 EARLY = 2  # blocks that all later ones may read
 FEWEST = 8  # blocks from which on it is worth it
@@ -55,30 +52,25 @@ class ShortCapturing(Capturing):
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
         """Return the model for slices of `rows` samples, sharded as `requests` ask."""
-        key = (rows, request_key(merged(requests)))
-        asked = self._shorter_requests(rows, requests)
-        if asked is not None:
-            short = self.short.traced(rows, asked)
-            whole = self._filled(key, short.outline)
-            if whole is not None:
-                return replace(short, outline=whole.outline)
-        return self.whole.traced(rows, requests)
+        short = self._shorter(rows, merged(requests))
+        if short is None:
+            return self.whole.traced(rows, requests)
+        asked, whole = short
+        return replace(self.short.traced(rows, asked), outline=whole.outline)
 
     def differentiated(
         self, rows: int, requests: Sequence[Request], options: Mapping[str, CodeOptions]
     ) -> Captured:
         """Return the outline of the model for slices of `rows` samples. options: by chunk."""
-        self.traced(rows, requests)
-        asked_key = (rows, request_key(merged(requests)))
-        asked, undifferentiated = self._shorter_requests(rows, requests), self.filled_models.get(asked_key)
-        if asked is not None and undifferentiated is not None:
-            origins = {name: chunk.name for name, chunk in undifferentiated.origins.items()}
-            fewer = shorter(options, origins)
+        short = self._shorter(rows, merged(requests))
+        if short is not None:
+            asked, whole = short
+            fewer = shorter(options, {name: chunk.name for name, chunk in whole.origins.items()})
             if fewer is not None:
-                short = self.short.differentiated(rows, asked, fewer)
-                done = self._filled((*asked_key, tuple(options.items())), short.outline)
-                if done is not None:
-                    return replace(short, outline=done.outline)
+                captured = self.short.differentiated(rows, asked, fewer)
+                key = (rows, request_key(merged(requests)), tuple(options.items()))
+                if done := self._filled(key, captured.outline):
+                    return replace(captured, outline=done.outline)
         return self.whole.differentiated(rows, requests, options)
 
     def _filled(self, key: tuple[object, ...], outline: CapturedModel) -> Filled | None:
@@ -86,22 +78,18 @@ class ShortCapturing(Capturing):
             self.filled_models[key] = filled(outline, self.blocks)
         return self.filled_models[key]
 
-    def _shorter_requests(self, rows: int, requests: Sequence[Request]) -> list[Request] | None:
-        """Return what requests ask of the shorter model. None: equal blocks are not sharded alike."""
-        if not requests:
-            return []
-        self.traced(rows)
-        whole = self.filled_models[rows, ()]
-        if whole is None:
-            return None
-        origins = {chunk.tags: whole.origins[chunk.name].tags for chunk in whole.outline.chunks}
-        asked = []
-        for request in merged(requests):
-            regions = shorter(request.regions, origins)
-            if regions is None:
+    def _shorter(self, rows: int, requests: Sequence[Request]) -> tuple[Sequence[Request], Filled] | None:
+        """Return what requests ask of the shorter model, and the whole. None: equal blocks are not alike."""
+        plain, asked = self._shorter(rows, ()) if requests else None, list[Request]()
+        for request in requests:
+            if plain is None:
+                return None
+            origins = {chunk.tags: plain[1].origins[chunk.name].tags for chunk in plain[1].outline.chunks}
+            if (regions := shorter(request.regions, origins)) is None:
                 return None
             asked.append(replace(request, regions=regions))
-        return asked
+        whole = self._filled((rows, request_key(requests)), self.short.traced(rows, asked).outline)
+        return None if whole is None else (asked, whole)
 
 
 def shorter(values: Mapping[K, V], origins: Mapping[K, K]) -> dict[K, V] | None:
@@ -122,10 +110,7 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
     known = capturing.recordings
     if known.recorded:
         return capturing
-    dtype, device = getattr(torch, DTYPES[known.precision]), torch.device(known.device)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    model = build_fake(known.model, mode, dtype, device)
-    fakes = fake_batch(capturing.batch, rows, mode, dtype, device)
+    model, fakes, mode = on_fakes(known.model, capturing.batch, rows, known.precision, known.device)
     blocks = without_others(model, find_layers(model))
     if len(blocks) < FEWEST or not equal_blocks(model, blocks, known.loss, fakes, mode):
         return capturing

@@ -156,8 +156,11 @@ def _name_once(
 
 def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
     """Return the module paths that match a pattern, in the model's order. A star is one path component."""
-    patterns = pattern.split(".")
-    matches = [path for path in paths if _fits(path.split("."), patterns)]
+    parts = pattern.split(".")
+    split = {path: path.split(".") for path in paths}
+    matches = [
+        path for path, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))
+    ]
     if not matches:
         close = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.5)
         raise ConfigError(
@@ -167,9 +170,3 @@ def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
             hint="name modules as model.named_modules() does; * stands for one part of a path",
         )
     return matches
-
-
-def _fits(path: Sequence[str], patterns: Sequence[str]) -> bool:
-    return len(path) == len(patterns) and all(
-        fnmatchcase(name, pattern) for name, pattern in zip(path, patterns, strict=True)
-    )

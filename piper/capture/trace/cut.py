@@ -63,7 +63,13 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
             group = groups.fitting(regions.region_of[node], sources)
         groups.add(group, node, sources)
         placed[node] = group
-    _check_entangled(entangled, placed)
+    for tangle in entangled:
+        if len({placed[node].number for node in tangle.nodes if node in placed}) > 1:
+            raise CaptureError(
+                "a tensor is changed in place while another region sees it under another name",
+                by=f"{tangle.write.name}{node_line(tangle.write)}",
+                hint="write x = x + y instead of x += y there, or clone the view first",
+            )
     cuts = groups.sorted(regions.order)
     _name(cuts)
     return cuts
@@ -126,17 +132,6 @@ def _name(cuts: Sequence[Cut]) -> None:
         piece = taken.get(name, 0)
         taken[name] = piece + 1
         group.name = f"{name} #{piece}" if piece else name
-
-
-def _check_entangled(entangled: Sequence[Entangled], placed: Mapping[fx.Node, Cut]) -> None:
-    for group in entangled:
-        region_of = {placed[node].number for node in group.nodes if node in placed}
-        if len(region_of) > 1:
-            raise CaptureError(
-                "a tensor is changed in place while another region sees it under another name",
-                by=f"{group.write.name}{node_line(group.write)}",
-                hint="write x = x + y instead of x += y there, or clone the view first",
-            )
 
 
 def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:

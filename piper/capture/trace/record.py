@@ -259,13 +259,14 @@ class _GraphCopier:
         if str(node.target).startswith("random_value_"):  # Dynamo's name for what Python's random drew
             raise drawn_once(node)
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
-            known = _attribute_name(self.captured, tensor)
+            modules = self.captured.named_modules()
+            names = (f"{path}.{name}" for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
+            held = (name.removeprefix("model.") for name in names)
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",
-                facts={"tensor": known or str(node.target)},
-                hint="make it known: self.register_buffer(name, tensor, persistent=False)"
-                + ("" if known is None else f"; outside the class: {_registered(known)}"),
+                facts={"tensor": next(held, str(node.target))},
+                hint="make it known: self.register_buffer(name, tensor, persistent=False)",
             )
         self.constants[node.name] = tensor.detach().contiguous()
         return Constant(name=node.name)
@@ -329,18 +330,6 @@ class _GraphCopier:
         node.meta["example_value"] = function(*values, **options)
         self.modes[node] = Mode()
         return node
-
-
-def _attribute_name(module: nn.Module, value: object) -> str | None:
-    """Return the name under which a module holds an unregistered value. None: no module holds it."""
-    held = ((path, name) for path, m in module.named_modules() for name in vars(m) if vars(m)[name] is value)
-    return next((f"{path}.{name}".removeprefix("model.") for path, name in held), None)
-
-
-def _registered(attribute: str) -> str:
-    """Return the line that makes a buffer of a tensor which a module holds, once the model is built."""
-    owner, _, name = f"model.{attribute}".rpartition(".")
-    return f"{owner}.register_buffer({name!r}, vars({owner}).pop({name!r}), persistent=False)"
 
 
 def _check_scores(graph: fx.Graph) -> None:

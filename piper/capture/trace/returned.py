@@ -8,9 +8,6 @@ from torch import Tensor, fx, nn
 from piper.errors import CaptureError
 from piper.ir.numbers import is_number
 
-FORMS = "return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors"
-METRICS = 'return the metrics behind the loss: return loss, {"accuracy": (correct, number)}'
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
@@ -70,7 +67,7 @@ def checked_metrics(metrics: Mapping[object, object]) -> dict[str, tuple[object,
                 f"the metric {name!r} is not a pair (sum, weight)",
                 by="loss",
                 facts={"got": f"({kinds})" if numbers else type(pair).__name__},
-                hint=METRICS,
+                hint='return the metrics behind the loss: return loss, {"accuracy": (correct, number)}',
             )
         checked[name] = numbers
     return checked
@@ -78,7 +75,8 @@ def checked_metrics(metrics: Mapping[object, object]) -> dict[str, tuple[object,
 
 def not_a_loss(got: str) -> CaptureError:
     """Return the error of a loss that returns something else."""
-    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=FORMS)
+    hint = "return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors"
+    return CaptureError("the loss is not a loss", by="loss", facts={"got": got}, hint=hint)
 
 
 def is_tensor(value: object) -> bool:

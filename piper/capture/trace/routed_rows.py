@@ -48,7 +48,7 @@ def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
         shape = [*first, *tensor.shape[len(first) :]]
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
-    watch = _Watch(sharded=sharded, apart=apart)
+    watch = _Watch(body, region, sharded=sharded, apart=apart)
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
         local = EXPERTS if sharded else experts.total
         inputs = []
@@ -56,29 +56,16 @@ def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
             inputs.append(fake(tensor, local if counts else ROWS))
             watch.hold(inputs[-1], {"counts"} if counts else set())
         state = [fake(tensor, local) if sharded else fake(tensor) for tensor in (*body.params, *body.buffers)]
-        runner = _Runner(_make_graph_module(body.root, body.graph), watch)
         try:
             with watch:
-                runner.run(*inputs, *state)
-        except _DependenceError as error:
-            raise _refused(watch.name, runner.node, region, str(error)) from None
+                _Runner(_make_graph_module(body.root, body.graph), watch).run(*inputs, *state)
+        except CaptureError:
+            raise
         except (RuntimeError, TypeError, ValueError) as error:  # each fake kernel raises a kind of its own
-            why = f"it works for one number of rows or experts only: {reason(error)}"
-            raise _refused(runner.node.name, runner.node, region, why) from error
-
-
-def _refused(operation: str, node: fx.Node, region: str, why: str) -> CaptureError:
-    return CaptureError(
-        "what is computed here depends on which rows and experts a device has",
-        by=f"{operation}{node_line(node)}",
-        facts={"region": region, "why": why},
-        hint="between route and unroute compute with single rows and the weights of their experts; do this "
-        "before route or after unroute, or do not shard this region",
-    )
-
-
-class _DependenceError(Exception):
-    """An operation depends on which rows and experts a device has."""
+            watch.name = watch.node.name
+            raise watch.refused(
+                f"it works for one number of rows or experts only: {reason(error)}"
+            ) from error
 
 
 class _Runner(fx.Interpreter):
@@ -89,10 +76,9 @@ class _Runner(fx.Interpreter):
         self.extra_traceback = False  # it would add to the text of errors
         self.watch = watch
         self.sizes: set[fx.Node] = set()
-        self.node = next(iter(module.graph.nodes))
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401  the interpreter's protocol
-        self.node = n
+        self.watch.node = n
         self.watch.reads_size = not self.sizes.isdisjoint(n.all_input_nodes)
         result = super().run_node(n)
         if isinstance(result, int | float | torch.SymInt | torch.SymFloat):
@@ -103,12 +89,22 @@ class _Runner(fx.Interpreter):
 class _Watch(TorchDispatchMode):
     """Looks at every operation while it runs."""
 
-    def __init__(self, *, sharded: bool, apart: bool) -> None:
+    def __init__(self, body: Body, region: str, *, sharded: bool, apart: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sharded, self.apart = sharded, apart
+        self.region, self.sharded, self.apart = region, sharded, apart
+        self.node = next(iter(body.graph.nodes))
         self.reads_size = False  # the running node reads a number that comes from sizes
         self.name = ""
         self.numbers: dict[int, tuple[Tensor, set[str]]] = {}  # by identity; a tensor is kept to be unique
+
+    def refused(self, why: str) -> CaptureError:
+        return CaptureError(
+            "what is computed here depends on which rows and experts a device has",
+            by=f"{self.name}{node_line(self.node)}",
+            facts={"region": self.region, "why": why},
+            hint="between route and unroute compute with single rows and the weights of their experts; do "
+            "this before route or after unroute, or do not shard this region",
+        )
 
     def hold(self, tensor: Tensor, kinds: set[str]) -> None:
         """Remember what a tensor has: "counts" of an expert's rows, or "places" of rows and experts."""
@@ -160,12 +156,12 @@ class _Watch(TorchDispatchMode):
     def check_numbers(self, op: Any, kinds: set[str], made: list[Tensor]) -> None:  # noqa: ANN401
         """Refuse to compare rows with one another, and to compute with numbers of rows and experts."""
         if any(len(_along(tensor, ROWS)) > 1 for tensor in made):
-            raise _DependenceError(ROWS_COMBINED)
+            raise self.refused(ROWS_COMBINED)
         if any(tensor.is_floating_point() for tensor in made):
             if "places" in kinds or (self.reads_size and torch.Tag.pointwise in op.tags):
-                raise _DependenceError(NUMBERS_USED)
+                raise self.refused(NUMBERS_USED)
             if "counts" in kinds and self.apart:
-                raise _DependenceError(OF_ONE_EXPERT)
+                raise self.refused(OF_ONE_EXPERT)
 
     def pick(self, name: str, table: Tensor, given: Mapping[str, Any]) -> list[Tensor]:
         """Refuse to pick entries by anything but the number of a row's expert. Return the numbers used."""
@@ -173,11 +169,11 @@ class _Watch(TorchDispatchMode):
         for dim, index in _picked(name, table, given):
             by_expert = "places" in self.held([index])
             if dim in _along(table, ROWS):
-                raise _DependenceError(ROWS_PICKED)
+                raise self.refused(ROWS_PICKED)
             if dim in _along(table, EXPERTS) and not by_expert:
-                raise _DependenceError(EXPERTS_COMBINED)
+                raise self.refused(EXPERTS_COMBINED)
             if self.sharded and name in LOOKUPS and by_expert and dim not in _along(table, EXPERTS):
-                raise _DependenceError(UNSHARDED)
+                raise self.refused(UNSHARDED)
             numbers.append(index)
         return numbers
 
@@ -187,9 +183,9 @@ class _Watch(TorchDispatchMode):
         numbers = self.pick(name, table, given)
         if any(_along(tensor, ROWS) for tensor in read) and not _along(table, ROWS):
             if self.apart or not self.sharded:
-                raise _DependenceError(OF_ONE_EXPERT)
+                raise self.refused(OF_ONE_EXPERT)
             if not _along(table, EXPERTS):
-                raise _DependenceError(ROWS_COMBINED)
+                raise self.refused(ROWS_COMBINED)
         return self.held(tensor for tensor in read if not any(tensor is index for index in numbers))
 
     def combine(
@@ -199,11 +195,11 @@ class _Watch(TorchDispatchMode):
         for prime, why in ((ROWS, ROWS_COMBINED), (EXPERTS, EXPERTS_COMBINED)):
             there = any(_along(tensor, prime) for tensor in read)
             if there and not any(_along(tensor, prime) for tensor in made):
-                raise _DependenceError(why)
+                raise self.refused(why)
             numbers = prime == EXPERTS and not made[0].is_floating_point()  # such as a sum of counts so far
             named = set() if views or numbers or not there else {*_dims(name, given, read[0])}
             if not named.isdisjoint(_along(read[0], prime) if named else ()):
-                raise _DependenceError(why)
+                raise self.refused(why)
 
 
 def _along(tensor: Tensor, prime: int) -> list[int]:

@@ -16,10 +16,6 @@ class SymbolicSizes:
         self.balanced = dict(balanced or {})
         self.rows = rows  # the symbols that count routed rows
 
-    def for_rows(self, rows: int) -> "SymbolicSizes":
-        """Return the same symbols, all of which count routed rows, for another number of rows."""
-        return SymbolicSizes(dict.fromkeys(self.balanced, rows), self.rows)
-
     def number(self, size: int | torch.SymInt) -> int:
         """Return a size as a number. Count a symbol without a known size as 1."""
         if not isinstance(size, torch.SymInt):

@@ -57,14 +57,11 @@ def trace(
     forward_only: capture the model as `model.eval()` makes it, with nothing to train.
     built: is called with the model when it is built, before it is traced.
     """
-    dtype, device = getattr(torch, DTYPES[precision]), torch.device(device)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    model = build_fake(model_fn, mode, dtype, device)
+    model, fakes, _ = on_fakes(model_fn, batch, rows, precision, device)
     built(model)
     check_hooks(model, loss_fn)
     if forward_only:
         model.eval().requires_grad_(False)
-    fakes = fake_batch(batch, rows, mode, dtype, device)
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
     mark_products(recording)
@@ -82,7 +79,7 @@ def trace(
     return Traced(
         outline=outline,
         pieces=pieces,
-        device=device,
+        device=torch.device(device),
         compiled=compiled,
         recording=recording,
         exact=precision == "fp64",
@@ -90,12 +87,19 @@ def trace(
     )
 
 
-def fake_batch(
-    batch: Mapping[str, Tensor], rows: int, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Return `rows` samples like those of a batch, as fakes."""
+def on_fakes(
+    model_fn: Callable[[], nn.Module],
+    batch: Mapping[str, Tensor],
+    rows: int,
+    precision: JobPrecision,
+    device: str | torch.device,
+) -> tuple[nn.Module, dict[str, Tensor], FakeTensorMode]:
+    """Return the model and `rows` samples like those of a batch, of fakes, and the mode of these."""
+    dtype, device = getattr(torch, DTYPES[precision]), torch.device(device)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    model = build_fake(model_fn, mode, dtype, device)
     with mode:
-        return {
+        fakes = {
             name: torch.empty(
                 (rows, *field.shape[1:]),
                 dtype=dtype if field.is_floating_point() else field.dtype,
@@ -103,6 +107,7 @@ def fake_batch(
             )
             for name, field in batch.items()
         }
+    return model, fakes, mode
 
 
 def cut_model(recording: Recording) -> tuple[CapturedModel, tuple[CapturedChunk, ...]]:
