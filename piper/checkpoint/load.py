@@ -1,8 +1,4 @@
-"""Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state.
-
-`BackgroundSaver` is a worker's side of checkpoints: it writes a copy of its state, or reads one, while steps
-go on.
-"""
+"""Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state."""
 
 import math
 import threading

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
@@ -29,24 +30,6 @@ from piper.ir.sharding import FlatRuns
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
-CODES = {  # how safetensors names the types
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
 class StorageError(Exception):
@@ -129,12 +112,21 @@ def write_file(
         dtype, shape = tensor.dtype, [*tensor.shape]
         if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
             dtype, shape = torch.float64, [*shape, 2]
-        if dtype not in CODES:
-            raise StorageError(f"{key} is of type {dtype}, which safetensors files do not hold")
-        table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        try:
+            code = code_of(dtype)
+        except KeyError:
+            what = f"{key} is of type {dtype}, which safetensors files do not hold"
+            raise StorageError(what) from None
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
+
+
+@cache
+def code_of(dtype: torch.dtype) -> str:
+    """Return how safetensors names a type: as the header says of a file with such a tensor."""
+    return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
 
 
 def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
