@@ -1,4 +1,4 @@
-"""Moves of a job's state from the layout of one program to that of another: a plan with its price.
+"""Moves of a job's state from the layout of one program to that of another: a plan, priced and proven.
 
 [Note: moves] Programs of one job may hold a parameter differently: sharded by ZeRO or not, sliced over an
 axis or not, in other groups. When a step needs another layout than the last one, each device gets its part
@@ -9,10 +9,12 @@ share, and from the member that is nearest. Buckets that lie alike in both layou
 move one by one, and one that no later move reads is given up: a device has both layouts of few at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
+
+import numpy as np
 
 from piper.checkpoint.bucket_spans import common_runs, length_of, piece_runs
 from piper.ir.devices import Devices
@@ -24,6 +26,8 @@ from piper.plan.ops import OfBucket
 from piper.plan.plan import Comm, Plan, Plans
 from piper.plan.updates import Piece, sharers
 
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+NONE: Numbers = np.zeros((2, 0), dtype=np.int64)
 ALL = "all"  # the communicator of every device
 KNOWN = 4096  # pairs of placements whose transfers are kept: equal layers have the same
 
@@ -41,8 +45,12 @@ class PlacedPiece:
         """Return the devices that have the same part of the parameter, and its runs. Parts are not empty."""
         cuts = [tuple(each.index(at) for each in self.piece.shardings) for at in range(len(self.devices))]
         same = sharers(dict(enumerate(zip(cuts, self.ranges, strict=True))))
-        firsts = [(at, piece_runs(self.piece, at[0], *self.ranges[at[0]])) for at in same.values()]
-        return tuple((tuple(self.devices[p] for p in at), tuple(runs)) for at, runs in firsts if runs)
+        shares = [(positions, self.runs(positions[0])) for positions in same.values()]
+        return tuple((tuple(self.devices[p] for p in places), runs) for places, runs in shares if runs)
+
+    def runs(self, position: int) -> tuple[FlatRuns, ...]:
+        """Return what the device at a position has: `here` in the bucket, `there` in the parameter."""
+        return tuple(piece_runs(self.piece, position, *self.ranges[position]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +126,7 @@ def placed(bucket: Bucket, piece: Piece, extent: Literal["held", "owned"]) -> Pl
 
 @lru_cache(maxsize=KNOWN)
 def transfers(before: PlacedPiece, after: PlacedPiece) -> tuple[MovedRuns, ...]:
-    """Return what devices give each other so that each has its part of a parameter."""
+    """Return what devices give each other so that each has its part of a parameter, proven."""
     moved = tuple(
         MovedRuns(source=nearest(having, device), target=device, runs=runs)
         for wanting, wanted in after.shares
@@ -126,9 +134,7 @@ def transfers(before: PlacedPiece, after: PlacedPiece) -> tuple[MovedRuns, ...]:
         if (runs := tuple(met for one in had for other in wanted for met in common_runs(one, other)))
         for device in wanting
     )
-    arrived = sum(length_of(one.runs) for one in moved)
-    needed = sum(length_of(wanted) * len(wanting) for wanting, wanted in after.shares)
-    assert arrived == needed, f"{arrived} of {needed} elements arrive where they are needed"
+    prove_transfers(before, after, moved)
     return moved
 
 
@@ -138,6 +144,63 @@ def nearest(having: Devices, device: int) -> int:
     Numbers that differ in their last binary digits alone lie in the same machine, however large machines are.
     """
     return min(having, key=lambda other: other ^ device)
+
+
+def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[MovedRuns]) -> None:
+    """Prove, without `common_runs`, that a device gets each element of its part once, from one with it."""
+    having = {device: Intervals.of(before.runs(place)) for place, device in enumerate(before.devices)}
+    for place, device in enumerate(after.devices):
+        wanted = Intervals.of(after.runs(place))
+        arrived = [(one.source, Intervals.of(one.runs)) for one in moved if one.target == device]
+        entered = [np.stack([one.there, one.length]) for _, one in arrived]
+        mine = np.stack([wanted.here, wanted.length])
+        if not np.array_equal(joined(np.hstack([NONE, *entered])), joined(mine)):
+            raise AssertionError(f"device {device} gets other elements than those of its part")
+        for source, one in arrived:
+            given = having[source].elements(one.here, one.length)
+            needed = wanted.elements(one.there, one.length)
+            if (given < 0).any() or not np.array_equal(given, needed):
+                raise AssertionError(f"device {source} gives device {device} other elements than it needs")
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Runs one by one, in the order of `here`."""
+
+    here: Numbers
+    there: Numbers
+    length: Numbers
+
+    @staticmethod
+    def of(several: Iterable[FlatRuns]) -> "Intervals":
+        """Return runs one by one."""
+        here, there, length = [NONE[0]], [NONE[0]], [NONE[0]]
+        for runs in several:
+            numbers = np.arange(runs.count, dtype=np.int64)
+            here.append(runs.here + runs.here_step * numbers)
+            there.append(runs.there + runs.there_step * numbers)
+            length.append(np.full(runs.count, runs.length))
+        order = np.argsort(np.concatenate(here), kind="stable")
+        return Intervals(*(np.concatenate(one)[order] for one in (here, there, length)))
+
+    def elements(self, at: Numbers, length: Numbers) -> Numbers:
+        """Return where stretches that begin `here` at some places lie `there`. -1: they lie in no run."""
+        if not len(self.here):
+            return np.full(len(at), -1)
+        run = np.searchsorted(self.here, at, side="right") - 1
+        inside = (run >= 0) & (at + length <= self.here[run] + self.length[run])
+        return np.where(inside, self.there[run] + at - self.here[run], -1)
+
+
+def joined(stretches: Numbers) -> Numbers:
+    """Return stretches of [begin, length] as [begin, end], with those end to end as one. -1: some overlap."""
+    begin, length = stretches[:, np.argsort(stretches[0], kind="stable")]
+    ends = begin + length
+    if (begin[1:] < ends[:-1]).any():
+        return np.full((2, 1), -1)
+    apart = np.flatnonzero(begin[1:] != ends[:-1])
+    firsts, lasts = np.append(0, apart + 1), np.append(apart, len(begin) - 1)
+    return np.stack([begin[firsts], ends[lasts]]) if len(begin) else stretches
 
 
 def moving_plans(

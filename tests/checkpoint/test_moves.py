@@ -1,10 +1,12 @@
-"""Plans of moves between layouts: each device gets each element of its part once."""
+"""Plans of moves between layouts: each device gets its part once, and transfers that do not say so are refused."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
-from piper.checkpoint.moves import PlacedPiece, moving_plans, placed, transfers
+from piper.checkpoint.moves import MovedRuns, PlacedPiece, moving_plans, placed, prove_transfers, transfers
 from piper.ir.sharding import Sharding, local_sizes
 from piper.plan.bucket import Bucket
 from piper.plan.updates import Piece
@@ -89,6 +91,24 @@ def test_what_a_device_has_does_not_travel() -> None:
     assert all(one.source == one.target for one in transfers(before, after))
     before, after = both(BUCKETS["zero 3 in groups"], BUCKETS["zero 0"], "held", "weight")
     assert {one.source // 4 == one.target // 4 for one in transfers(before, after)} == {True}
+
+
+@pytest.mark.parametrize("fault", ["missing", "twice", "shifted", "wrong source", "wrong target"])
+def test_a_wrong_transfer_is_refused(fault: str) -> None:
+    before, after = both(BUCKETS["zero 3"], BUCKETS["columns, zero 3"], "owned", "weight")
+    right = transfers(before, after)
+    first, rest = right[0], right[1:]
+    run = first.runs[0]
+    wrong: Mapping[str, tuple[MovedRuns, ...]] = {
+        "missing": rest,
+        "twice": (first, *right),
+        "shifted": (replace(first, runs=(replace(run, here=run.here + 1), *first.runs[1:])), *rest),
+        "wrong source": (replace(first, source=(first.source + 1) % 8), *rest),
+        "wrong target": (replace(first, target=(first.target + 1) % 8), *rest),
+    }
+    prove_transfers(before, after, right)
+    with pytest.raises(AssertionError, match="elements than"):
+        prove_transfers(before, after, wrong[fault])
 
 
 def test_the_plan_of_a_move_is_priced_by_the_bytes_that_travel() -> None:
