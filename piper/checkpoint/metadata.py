@@ -302,15 +302,11 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
     here = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "seed": seed}
     differ = {name: (value, here[name]) for name, value in saved.items() if value != here[name]}
     if differ:
-        facts = {name: f"saved {said(old)}, here {said(new)}" for name, (old, new) in differ.items()}
+        said = {name: ["none" if value is None else value for value in two] for name, two in differ.items()}
+        facts = {name: f"saved {old}, here {new}" for name, (old, new) in said.items()}
         raise ConfigError(
             "this checkpoint comes from a job that trains in another way",
             by="load",
             facts={"path": str(path), **facts},
             hint="go on with the same " + ", ".join(differ) + "; begin a new run from exported weights",
         )
-
-
-def said(value: object) -> str:
-    """Return a value as text."""
-    return "none" if value is None else str(value)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,9 @@ class TensorRange:
 
     def lies(self, file: str = "") -> SavedPiece:
         """Return where its elements lie in the tensor."""
-        shape = self.tensor.shape
-        if len(shape) < 2 or shape[0] == 1:
-            return SavedPiece(offset=self.start, length=self.tensor.numel(), file=file)
-        return SavedPiece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
+        count = len(self.tensor) if self.tensor.dim() > 1 else 1
+        length, stride = self.tensor.numel() // count, self.stride if count > 1 else 0
+        return SavedPiece(offset=self.start, length=length, file=file, count=count, stride=stride)
 
     def stored(self, file: str) -> "StoredRange":
         """Return it as a part that is in a file."""
@@ -260,7 +260,7 @@ class CheckpointReader:
 
     def read(self, parts: Iterable[TensorRange]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
-        wanted: dict[str, list[tuple[TensorRange, Tensor, SavedPiece]]] = {}  # by file: a block is read once
+        wanted: list[tuple[str, TensorRange, Tensor, SavedPiece]] = []
         runs: list[tuple[TensorRange, Tensor]] = []
         for part in parts:
             flat = part.tensor.detach()
@@ -268,11 +268,10 @@ class CheckpointReader:
                 flat = torch.empty(flat.numel(), dtype=flat.dtype)
                 runs.append((part, flat))
             for piece in self._pieces(part):
-                wanted.setdefault(piece.file, []).append((part, flat, piece))
-        for several in wanted.values():
-            for part, flat, piece in several:
-                for met in overlaps(piece, part.lies()):
-                    self._fill(flat, part.key, piece, met)
+                wanted.append((piece.file, part, flat, piece))
+        for _, part, flat, piece in sorted(wanted, key=itemgetter(0)):  # by file: a block is read once
+            for met in overlaps(piece, part.lies()):
+                self._fill(flat, part.key, piece, met)
         for part, flat in runs:
             part.tensor.detach().copy_(flat.view(part.tensor.shape))
 

@@ -185,9 +185,10 @@ class TuneLengthsReport(TypedDict):
     lengths: list[LengthReport]
 
 
-class OpReport(TypedDict):
-    """Instructions of one kind: of one device in one step, on average."""
+class RowReport(TypedDict):
+    """Instructions of one kind, or of one node: of one device in one step, on average."""
 
+    node: Note[str, "all microbatches together; of instructions of one kind, their op"]
     op: str
     calls: float
     total_s: float
@@ -195,12 +196,6 @@ class OpReport(TypedDict):
     waited_s: float
     cpu_s: float
     bytes: float
-
-
-class NodeReport(OpReport):
-    """Instructions of one node, all microbatches together."""
-
-    node: str
 
 
 class ProfileReport(TypedDict):
@@ -213,8 +208,8 @@ class ProfileReport(TypedDict):
     first_step: int
     step_s: list[float]
     clock_error_s: float
-    ops: list[OpReport]
-    nodes: list[NodeReport]
+    ops: list[RowReport]
+    nodes: list[RowReport]
 
 
 class MachineReport(TypedDict):

@@ -31,6 +31,7 @@ MOST_LIVE = 5  # tensors shown of those that are live at the peak
 MOST_STRETCHES = 12  # of the critical path
 NOTHING = 1e-4  # of a step: what is less is not worth a line
 COLUMNS = ("devices", "busy", "bubble", "", "exposed", "contention", "peak")
+Lengths = tuple[list[LengthStepReport], list[MoveReport], float | None]  # the bytes that a device may use
 REASONS = {
     "first": "begins the step",
     "stream": "its stream was busy until then",
@@ -86,15 +87,6 @@ def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthSteps:
-    """The steps of all lengths, and the moves of the state between them, as `--json` prints them."""
-
-    steps: list[LengthStepReport]
-    moves: list[MoveReport]
-    usable: float | None  # bytes of a device. None: not known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """A simulated step with its plans and the costs that it was simulated with."""
 
@@ -103,7 +95,7 @@ class SimulatedStep:
     prices: Prices
     throughput: Throughput
     cycle: tuple[tuple[int, float], ...] = ()  # of groups that train apart: steps alike, and their time
-    lengths: LengthSteps | None = None  # where each length has a strategy
+    lengths: Lengths | None = None  # where each length has a strategy
 
     @property
     def mean_step(self) -> float:
@@ -164,7 +156,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     if survives is not None:
         report["host_bytes"] = [*survives.host_bytes]
     if simulated.lengths is not None:
-        report["lengths"], report["moves"] = simulated.lengths.steps, simulated.lengths.moves
+        report["lengths"], report["moves"], _ = simulated.lengths
     return report
 
 
@@ -191,7 +183,7 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
         console.print(str(survives))
     print_peak(simulated, console)
     if simulated.lengths is not None:
-        print_lengths(simulated.lengths, console)
+        print_lengths(*simulated.lengths, console)
     console.print()
     print_path(simulated, console)
 
@@ -324,7 +316,7 @@ def spent_in(stretch: Iterable[PathNode]) -> float:
     return sum(link.end - link.start for link in stretch)
 
 
-def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
+def lengths_of(program: "Program", prices: Prices) -> Lengths | None:
     """Simulate a step of each length of a job, and the moves between them. None: it has one strategy."""
     from piper.job import limit_of
     from piper.tuning.lengths import programs_by_length, simulated_moves
@@ -340,29 +332,31 @@ def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
         steps.append({"length": length, "limit": limit, "step_s": simulation.step, "peak_bytes": peak})
     moves: list[MoveReport] = [to_json(move) for move in simulated_moves(programs, prices.costs)]
     usable = [each for one in programs.values() for each in prices.usable(one.plans) if each is not None]
-    return LengthSteps(steps=steps, moves=moves, usable=min(usable, default=None))
+    return steps, moves, min(usable, default=None)
 
 
-def print_lengths(lengths: LengthSteps, console: Console) -> None:
+def print_lengths(
+    steps: list[LengthStepReport], moves: list[MoveReport], usable: float | None, console: Console
+) -> None:
     """Print the step of each length, the moves between them, and which of these do not fit."""
     console.print()
     console.print("Strategies by length", style="bold")
     table = table_of("length", "strategy up to", "step", "peak")
-    for one in lengths.steps:
+    for one in steps:
         table.add_row(str(one["length"]), str(one["limit"]), seconds(one["step_s"]), size(one["peak_bytes"]))
     console.print(table)
-    if lengths.moves:
+    if moves:
         console.print()
         console.print("Moves of the state before a step in another layout", style="bold")
         table = table_of("from", "to", "sent", "time", "peak")
-        for move in lengths.moves:
+        for move in moves:
             amounts = size(move["bytes"]), seconds(move["seconds"]), size(move["peak_bytes"])
             table.add_row(str(move["before"]), str(move["after"]), *amounts)
         console.print(table)
-    where = [(f"batches of length {one['length']}", one["peak_bytes"]) for one in lengths.steps]
-    for move in lengths.moves:
+    where = [(f"batches of length {one['length']}", one["peak_bytes"]) for one in steps]
+    for move in moves:
         where.append((f"a move from length {move['before']} to {move['after']}", move["peak_bytes"]))
     for what, peak in where:
-        if lengths.usable is not None and peak > lengths.usable:
-            held = f"a device would hold {size(peak)}, and may use {size(lengths.usable)}"
+        if usable is not None and peak > usable:
+            held = f"a device would hold {size(peak)}, and may use {size(usable)}"
             console.print(f"Does not fit: in {what} {held}")
