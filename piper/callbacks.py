@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 
 from piper.errors import ConfigError
 from piper.process.usercode import calling_line
@@ -48,6 +48,10 @@ class Running(Protocol):
     ) -> None: ...
     def state_dict(self) -> "dict[str, Tensor]": ...
     def optimizer_state(self, key: str) -> "dict[str, Tensor]": ...
+
+
+class RunWithExperts(Protocol):
+    """What a run can do with experts that have clones."""
 
     routed: Mapping[str, Sequence[int]]  # rows of each expert in the last step, by regions that can move
 
@@ -261,14 +265,15 @@ class MoveExperts(Callback):
         self.places: dict[str, list[list[list[int]]]] = {}  # where experts are computed, by region
 
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
-        for region, rows in run.routed.items():
+        routing = cast(RunWithExperts, run)
+        for region, rows in routing.routed.items():
             self.rows[region] = [*map(sum, zip(rows, self.rows.get(region, [0] * len(rows)), strict=True))]
         if step % self.every == 0:
-            run.balance_experts(self.costs, self.rows, self.least)
-            self.rows, self.places = {}, run.expert_places()
+            routing.balance_experts(self.costs, self.rows, self.least)
+            self.rows, self.places = {}, routing.expert_places()
 
     def on_load(self, run: Running) -> None:
-        run.restore_experts(self.places)
+        cast(RunWithExperts, run).restore_experts(self.places)
 
     def state_dict(self) -> dict[str, object]:
         return {"rows": self.rows, "places": self.places}
@@ -344,7 +349,7 @@ class WeightsAndBiases(Logger):
             self.run = None
 
 
-def refuse(what: str, hint: str, by: str = "callbacks") -> NoReturn:
+def refuse(what: str, hint: str) -> NoReturn:
     """Raise a ConfigError that names the user's line."""
     line = calling_line()
-    raise ConfigError(what, by=f"{by} ({line})" if line else by, hint=hint)
+    raise ConfigError(what, by=f"callbacks ({line})" if line else "callbacks", hint=hint)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
-from piper.callbacks import Callback, refuse
+from piper.callbacks import Callback
 from piper.directives import Directive
 from piper.directives.base import known_directives
 from piper.directives.by_length import ByLength, by_length
@@ -15,7 +15,7 @@ from piper.errors import ConfigError, PiperError
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.ir.numbers import is_number, is_whole
-from piper.process.usercode import said
+from piper.process.usercode import calling_line, said
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
     from torch import Tensor, nn
@@ -292,4 +292,5 @@ def of_torch(value: object) -> bool:
 def need(holds: bool, what: str, hint: str, by: str = "Job") -> None:
     """Refuse a value of the job unless `holds`, and name the user's line."""
     if not holds:
-        refuse(what, hint, by)
+        line = calling_line()
+        raise ConfigError(what, by=f"{by} ({line})" if line else by, hint=hint)

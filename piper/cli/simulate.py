@@ -1,5 +1,6 @@
 """`piper simulate`: how long a step would take, and why."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -177,7 +178,9 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     console.print()
     print_programs(simulated, console)
     print_exposed(simulated, console)
-    print_fit(simulated, console)
+    rows = zip(simulated.plans, simulation.memories, simulated.prices.usable(simulated.plans), strict=True)
+    plan, memory, usable = max(rows, key=lambda row: row[1].peak / (row[2] or math.inf))  # None: not known
+    print_fit(f"a step of {show(plan.devices)}", memory.peak, usable, console)
     print_host(simulated, console)
     if (survives := survival(simulated.plans)) is not None:
         console.print(str(survives))
@@ -227,25 +230,10 @@ def print_exposed(simulated: SimulatedStep, console: Console) -> None:
             console.print(f"  {seconds(spent):>10}  {op}, beside {seconds(hidden)} that computing hides")
 
 
-def print_fit(simulated: SimulatedStep, console: Console) -> None:
-    """Say which devices do not have the memory."""
-    plans = simulated.plans
-    rows = zip(plans, simulated.simulation.memories, simulated.prices.usable(plans), strict=True)
-    full = [
-        (memory.peak, usable, show(plan.devices))
-        for plan, memory, usable in rows
-        if usable is not None and memory.peak > usable
-    ]
-    if full and simulated.prices.cluster is not None:
-        peak, usable, devices = max(full)
-        more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
-        whole = simulated.prices.cluster.memory
-        rest = f"{size(whole - usable)} of them for context, communicators and fragmentation"
-        console.print()
-        console.print(
-            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.prices.name} has "
-            f"{size(whole)}, {rest}"
-        )
+def print_fit(what: str, peak: float, usable: float | None, console: Console) -> None:
+    """Say so where a device does not have the memory."""
+    if usable is not None and peak > usable:
+        console.print(f"Does not fit: in {what} a device would hold {size(peak)}, and may use {size(usable)}")
 
 
 def print_host(simulated: SimulatedStep, console: Console) -> None:
@@ -299,16 +287,14 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     worth = (link for link in path if link.end > link.start)
     by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
     stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
-    half = MOST_STRETCHES // 2
-    shown = stretches if len(stretches) <= MOST_STRETCHES else [*stretches[:half], *stretches[-half:]]
-    for number, stretch in enumerate(shown):
-        if number == half and len(shown) < len(stretches):
-            console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
+    for stretch in stretches[:MOST_STRETCHES]:
         first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
         what = first.op if first.op in COMMUNICATION else "computes"
         more = f" to {stretch[-1].node}, {len(stretch)} nodes" if len(stretch) > 1 else ""
         where = f"{seconds(first.start):>8}  {seconds(spent_in(stretch)):>8}  {devices:8}"
         console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
+    if len(stretches) > MOST_STRETCHES:
+        console.print(f"  ... {len(stretches) - MOST_STRETCHES} stretches more: --json has all nodes")
 
 
 def spent_in(stretch: Iterable[PathNode]) -> float:
@@ -353,10 +339,9 @@ def print_lengths(
             amounts = size(move["bytes"]), seconds(move["seconds"]), size(move["peak_bytes"])
             table.add_row(str(move["before"]), str(move["after"]), *amounts)
         console.print(table)
-    where = [(f"batches of length {one['length']}", one["peak_bytes"]) for one in steps]
+    for one in steps:
+        print_fit(f"batches of length {one['length']}", one["peak_bytes"], usable, console)
     for move in moves:
-        where.append((f"a move from length {move['before']} to {move['after']}", move["peak_bytes"]))
-    for what, peak in where:
-        if usable is not None and peak > usable:
-            held = f"a device would hold {size(peak)}, and may use {size(usable)}"
-            console.print(f"Does not fit: in {what} {held}")
+        print_fit(
+            f"a move from length {move['before']} to {move['after']}", move["peak_bytes"], usable, console
+        )
