@@ -36,7 +36,7 @@ def load_recipe(spec: str, strategy: Path | None = None) -> Job:
         raise ConfigError("there is no such file", by=file, hint=hint)
     module = import_file(path)
     function = recipe_function(module, name, file)
-    with naming(path, f"{name}() failed"):
+    with user_errors(path, f"{name}() failed"):
         job = function()
     if not isinstance(job, Job):
         what = f"{name}() returned {type(job).__name__}, not a Job"
@@ -94,13 +94,13 @@ def import_file(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with naming(path, "the file cannot be imported"):
+    with user_errors(path, "the file cannot be imported"):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def naming(path: Path, what: str) -> Iterator[None]:
+def user_errors(path: Path, what: str) -> Iterator[None]:
     """Turn what a recipe's file raises inside into one message: its line, and the user's traceback."""
     try:
         yield
