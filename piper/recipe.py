@@ -3,7 +3,8 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,12 +36,8 @@ def load_recipe(spec: str, strategy: Path | None = None) -> Job:
         raise ConfigError("there is no such file", by=file, hint=hint)
     module = import_file(path)
     function = recipe_function(module, name, file)
-    try:
+    with user_errors(path, f"{name}() failed"):
         job = function()
-    except PiperError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise user_error(error, path, f"{name}() failed") from error
     if not isinstance(job, Job):
         what = f"{name}() returned {type(job).__name__}, not a Job"
         by, hint = defined_at(function) or spec, "end the function with `return piper.Job(...)`"
@@ -97,25 +94,26 @@ def import_file(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    try:
+    with user_errors(path, "the file cannot be imported"):
         spec.loader.exec_module(module)
-    except PiperError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise user_error(error, path, "the file cannot be imported") from error
     return module
 
 
-def user_error(error: BaseException, path: Path, what: str) -> ConfigError:
-    """Return the error of a recipe's file that raises: its line, and the user's part of the traceback."""
-    frames = users_frames(error)
-    own = [place for place, _ in frames if place.startswith(f"{path.name}:")]
-    line = own[-1].partition(" in ")[0].rpartition(":")[2] if own else None
-    if line is None and isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:
-        line = str(error.lineno)
-    facts = {"why": said(error)}
-    if len(frames) > 1:
-        facts["trace"] = "\n".join(f"{place}: {code}" for place, code in frames)
-    return ConfigError(
-        what, by=f"{path}:{line}" if line else str(path), facts=facts, hint="fix the recipe at that line"
-    )
+@contextmanager
+def user_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn what a recipe's file raises inside into one message: its line, and the user's traceback."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = users_frames(error)
+        own = [place for place, _ in frames if place.startswith(f"{path.name}:")]
+        line = own[-1].partition(" in ")[0].rpartition(":")[2] if own else None
+        if line is None and isinstance(error, SyntaxError) and Path(error.filename or "").name == path.name:
+            line = str(error.lineno)
+        facts = {"why": said(error)}
+        if len(frames) > 1:
+            facts["trace"] = "\n".join(f"{place}: {code}" for place, code in frames)
+        by, hint = f"{path}:{line}" if line else str(path), "fix the recipe at that line"
+        raise ConfigError(what, by=by, facts=facts, hint=hint) from error

@@ -45,7 +45,6 @@ ALLOWED = {
     "checkpoint/huggingface.py": "names of tensors in somebody else's files",
     "checkpoint/json_state.py": "a type of torch's, by its name",
     "checkpoint/plain_state.py": "names of tensors in somebody else's files",
-    "checkpoint/metadata.py": "names of files",
     "checkpoint/target.py": "names of folders and files",
     "directives/base.py": "the file that a directive is written in; the form of a stream's name",
     "directives/json.py": "the form of a stream's name",

@@ -61,21 +61,15 @@ def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
 
 def common_runs(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
     """Yield the elements, by `there`, that two have: `here` in the first one, and `there` in the second."""
-    if one.count > 1 and other.count > 1 and one.there_step != other.there_step:
-        if one.count > other.count:
-            yield from (turned(runs) for runs in common_runs(other, one))
-        else:
-            for n in range(one.count):
-                here, there = one.here + n * one.here_step, one.there + n * one.there_step
-                yield from common_runs(FlatRuns(here=here, there=there, length=one.length), other)
-    elif one.count > 1 and other.count > 1:
+    if one.count > 1 and other.count > 1 and one.there_step == other.there_step:
         yield from common_at_one_distance(one, other)
-    elif one.count > 1:
+    elif one.count > other.count:
         yield from (turned(runs) for runs in common_runs(other, one))
-    else:  # one run: those of the other that lie in it
-        inside = within(other.there, turned(other), one.there, one.there + one.length)
-        for runs in inside:
-            yield replace(runs, here=one.here + runs.here - one.there)
+    else:  # run by run: those of the other that lie in it
+        for n in range(one.count):
+            here, there = one.here + n * one.here_step, one.there + n * one.there_step
+            for runs in within(other.there, turned(other), there, there + one.length):
+                yield replace(runs, here=here + runs.here - there)
 
 
 def common_at_one_distance(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
@@ -121,25 +115,16 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
-    saved = []
+    saved: list[BucketUpdate] = []
+    written = set[str]()
     _, device = plans.place_in_group(device)  # every group saves its own values
-    for bucket in plans.buckets_on(device):
-        update = bucket.update
-        first = device in chain(*update.distinct)
-        if first and not written_elsewhere(plans.buckets.values(), bucket):
+    for bucket in plans.buckets.values():
+        update, names = bucket.update, {piece.name for piece in bucket.pieces}
+        first = device in bucket.devices and device in chain(*update.distinct)
+        if first and names.isdisjoint(written):
             saved.append(update)
+        written |= names
     return saved
-
-
-def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
-    """Return whether an earlier bucket holds the same tied parameter."""
-    names = {piece.name for piece in bucket.pieces}
-    for earlier in buckets:
-        if earlier is bucket:
-            return False
-        if not names.isdisjoint(piece.name for piece in earlier.pieces):
-            return True
-    raise AssertionError(f"{bucket.name} is not a bucket of these plans")
 
 
 def saved_buffers(plans: Plans, device: int) -> list[str]:

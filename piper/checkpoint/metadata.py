@@ -104,14 +104,13 @@ class SavedPiece:
     @property
     def runs(self) -> FlatRuns:
         """Return its runs, `here` in the file and `there` in the tensor."""
-        several = self.count > 1
         return FlatRuns(
             here=0,
             there=self.offset,
             length=self.length,
             count=self.count,
-            here_step=self.length if several else 0,
-            there_step=self.stride if several else 0,
+            here_step=self.length,
+            there_step=self.stride,
         )
 
     def as_list(self) -> list[int | str]:
@@ -195,10 +194,6 @@ def read_record(folder: Path) -> Record:
         if nbytes != file.size:
             had = "is missing" if nbytes is None else f"has {nbytes} bytes, not {file.size}"
             raise DamagedError(folder, f"{name} {had}")
-    for path in sorted(folder.iterdir()):
-        if OURS.fullmatch(path.name) and path.name not in (FILE, *record.files):
-            why = f"{path.name} is not a file of this checkpoint: {FILE} does not list it"
-            raise DamagedError(folder, why)
     return record
 
 
@@ -307,15 +302,11 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
     here = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "seed": seed}
     differ = {name: (value, here[name]) for name, value in saved.items() if value != here[name]}
     if differ:
-        facts = {name: f"saved {said(old)}, here {said(new)}" for name, (old, new) in differ.items()}
+        said = {name: ["none" if value is None else value for value in two] for name, two in differ.items()}
+        facts = {name: f"saved {old}, here {new}" for name, (old, new) in said.items()}
         raise ConfigError(
             "this checkpoint comes from a job that trains in another way",
             by="load",
             facts={"path": str(path), **facts},
             hint="go on with the same " + ", ".join(differ) + "; begin a new run from exported weights",
         )
-
-
-def said(value: object) -> str:
-    """Return a value as text."""
-    return "none" if value is None else str(value)

@@ -115,7 +115,11 @@ class Movement:
     def run(self) -> None:
         """Move parameters and what the optimizer keeps for them, bucket by bucket."""
         everywhere = self.said_everywhere()
-        kept: Kept = {name: read(keys) for said in everywhere for name, keys in said["kept"].items()}
+        kept: Kept = {
+            name: {key: decode(one) for key, one in keys.items()}
+            for said in everywhere
+            for name, keys in said["kept"].items()
+        }
         values = (item for keys in kept.values() for item in keys.items())
         like = {key for key, value in values if isinstance(value, torch.dtype)}
         moves = moves_between(self.before.setup.plans.buckets, self.after.setup.plans.buckets)
@@ -237,20 +241,10 @@ def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tup
     """Yield what an optimizer keeps for one tensor, by key: as a type where it moves with the elements."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
-            yield key, {"like": encode(value.new_empty(0), key)}
+            yield key, encode(value.dtype, key)
         else:
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            yield key, {"value": encode(value, f"optimizer.{name}.{key}"), "on_device": on_device}
-
-
-def read(keys: Mapping[str, Mapping[str, Plain]]) -> dict[str, object]:
-    """Return what `said` has said: types and values."""
-    return {
-        key: cast(Tensor, decode(one["like"])).dtype
-        if "like" in one
-        else (decode(one["value"]), one["on_device"])
-        for key, one in keys.items()
-    }
+            yield key, encode((value, on_device), f"optimizer.{name}.{key}")
 
 
 def alone(value: object, tensor: Tensor, elementwise: bool) -> object:

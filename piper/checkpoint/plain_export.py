@@ -33,7 +33,12 @@ class PlainExport:
     def shapes(self) -> tuple[State, KeptState]:
         """Return the model's state and the optimizer's by name, where a tensor is a `StoredTensor`."""
         record = self.values.record
-        model = {name: self._weight(own) for name, own in self.model.items()}
+        model: dict[str, StoredTensor] = {}
+        for name, own in self.model.items():
+            dtype = self.values.dtype(own)
+            written = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+            key, whole = f"model.{own}", record.model[own].shape
+            model[name] = StoredTensor(key=key, shape=whole, dtype=dtype, written=written)
         kept: dict[str, dict[str, object]] = {}
         trained = {name for _, names in self.groups for name in names}  # and none that is frozen by now
         for name, keys in record.moments.items():
@@ -46,12 +51,6 @@ class PlainExport:
             if name in trained:
                 kept.setdefault(name, {}).update({key: decode(value) for key, value in numbers.items()})
         return model, kept
-
-    def _weight(self, name: str) -> "StoredTensor":
-        """Return a parameter or buffer."""
-        dtype, shape = self.values.dtype(name), self.values.record.model[name].shape
-        written = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-        return StoredTensor(key=f"model.{name}", shape=shape, dtype=dtype, written=written)
 
     def read(self, stored: "StoredTensor") -> Tensor:
         """Read a tensor."""

@@ -58,12 +58,11 @@ def find_state(
     keys = {WRAPPERS.sub("", key): key for key in source}
     model = model_prefix(keys, names)
     optimizer = optimizer_prefix(path, keys, names)
+    own = () if optimizer is None else (f"{optimizer}state.", f"{optimizer}param_groups.")
     values = {
         key.removeprefix(model): key
         for key, given in keys.items()
-        if given in tensors
-        and key.startswith(model)
-        and not (optimizer is not None and is_of_optimizer(key, optimizer))
+        if given in tensors and key.startswith(model) and not key.startswith(own)
     }
     if not model:
         values = {key: key for key in values if not key.startswith(BESIDE) and key not in STEPS}
@@ -110,12 +109,6 @@ def optimizer_prefix(path: Path, keys: Collection[str], names: Collection[str]) 
             hint="save the one that the job goes on with",
         )
     return next((f"{prefix}." if prefix else "" for prefix in prefixes), None)
-
-
-def is_of_optimizer(key: str, prefix: str) -> bool:
-    """Return whether a key of a source belongs to the optimizer of this prefix."""
-    rest = key.removeprefix(prefix)
-    return key.startswith(prefix) and (rest.startswith(("state.", "param_groups.")) or rest == "param_groups")
 
 
 def options_of(

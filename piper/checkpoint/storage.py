@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
@@ -29,25 +31,6 @@ from piper.ir.sharding import FlatRuns
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
-LONGEST = 2**30  # the largest header that is read, in bytes
-CODES = {  # how safetensors names the types
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
 class StorageError(Exception):
@@ -69,10 +52,9 @@ class TensorRange:
 
     def lies(self, file: str = "") -> SavedPiece:
         """Return where its elements lie in the tensor."""
-        shape = self.tensor.shape
-        if len(shape) < 2 or shape[0] == 1:
-            return SavedPiece(offset=self.start, length=self.tensor.numel(), file=file)
-        return SavedPiece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
+        count = len(self.tensor) if self.tensor.dim() > 1 else 1
+        length, stride = self.tensor.numel() // count, self.stride if count > 1 else 0
+        return SavedPiece(offset=self.start, length=length, file=file, count=count, stride=stride)
 
     def stored(self, file: str) -> "StoredRange":
         """Return it as a part that is in a file."""
@@ -130,32 +112,39 @@ def write_file(
         dtype, shape = tensor.dtype, [*tensor.shape]
         if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
             dtype, shape = torch.float64, [*shape, 2]
-        if dtype not in CODES:
-            raise StorageError(f"{key} is of type {dtype}, which safetensors files do not hold")
-        table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        try:
+            code = code_of(dtype)
+        except KeyError:
+            what = f"{key} is of type {dtype}, which safetensors files do not hold"
+            raise StorageError(what) from None
+        table[key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
 
 
+@cache
+def code_of(dtype: torch.dtype) -> str:
+    """Return how safetensors names a type: as the header says of a file with such a tensor."""
+    return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
+
+
 def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
     """Write a new file and return its size and digests. Raise an OSError if a file of this name exists."""
     digests: list[str] = []
-    hasher, filled, size = hashlib.sha256(), 0, 0
-    with path.open("xb", buffering=0) as file:
+    hasher, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
         for piece in content:
             while piece:
-                data, piece = piece[: block - filled], piece[block - filled :]
-                left = data
-                while left:  # the system may take only some of the bytes at a time
-                    left = left[os.write(file.fileno(), left) :]
+                room = block - size % block
+                data, piece = piece[:room], piece[room:]
+                file.write(data)
                 hasher.update(data)
-                filled += len(data)
                 size += len(data)
-                if filled == block:
+                if size % block == 0:
                     digests.append(hasher.hexdigest())
-                    hasher, filled = hashlib.sha256(), 0
-    if filled:
+                    hasher = hashlib.sha256()
+    if size % block:
         digests.append(hasher.hexdigest())
     return FileRecord(size=size, digests=tuple(digests))
 
@@ -217,32 +206,30 @@ def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
         yield from common_runs(stored.runs, wanted.runs)
 
 
-def verified_block(
-    folder: Path, files: Mapping[str, FileRecord], block: int, name: str, number: int
-) -> bytes:
+def verified_block(folder: Path, record: Record, name: str, number: int) -> bytes:
     """Read a block of a file, and verify it."""
-    record, first = files[name], number * block
-    wanted = min(block, record.size - first)
+    file, first = record.files[name], number * record.block
+    wanted = min(record.block, file.size - first)
     try:
-        with (folder / name).open("rb") as file:
-            file.seek(first)
-            data = file.read(wanted)
+        with (folder / name).open("rb") as opened:
+            opened.seek(first)
+            data = opened.read(wanted)
     except OSError as error:
         raise StorageError(f"{name}: {error}") from error
     if len(data) != wanted:
-        raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
-    if digest_of(data) != record.digests[number]:
+        raise StorageError(f"{name} has {first + len(data)} bytes, not {file.size}")
+    if digest_of(data) != file.digests[number]:
         span = f"{first} to {first + wanted - 1}"
         raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
     return data
 
 
 class BlockReader:
-    """Reads byte ranges of the files of one folder, and verifies every block that it touches."""
+    """Reads byte ranges of the files of a checkpoint, and verifies every block that it touches."""
 
-    def __init__(self, folder: Path, files: Mapping[str, FileRecord], block: int = BLOCK) -> None:
-        self.files, self.block = files, block
-        self._verified = partial(verified_block, folder, files, block)
+    def __init__(self, folder: Path, record: Record) -> None:
+        self.files, self.block = record.files, record.block
+        self._verified = partial(verified_block, folder, record)
         self._block = lru_cache(CACHED)(self._verified)  # without `self`: blocks go when their reader does
 
     def read(self, name: str, start: int, out: memoryview) -> None:
@@ -250,12 +237,10 @@ class BlockReader:
         end = start + len(out)
         if end > self.files[name].size:
             raise StorageError(f"{name}: it ends at byte {self.files[name].size}, before byte {end}")
-        number = start // self.block
-        while number * self.block < end:
+        for number in range(start // self.block, -(-end // self.block)):
             first = number * self.block
             low, high = max(start, first), min(end, first + self.block)
             out[low - start : high - start] = self._block(name, number)[low - first : high - first]
-            number += 1
 
     def verify(self) -> None:
         """Read and verify all bytes of all files."""
@@ -269,13 +254,13 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.record = record
-        self.blocks = BlockReader(folder, record.files, record.block)
+        self.blocks = BlockReader(folder, record)
         self.places = cache(partial(places_in, self.blocks))  # which bytes of a file hold each tensor of it
         self._runs = cache(partial(starts_in, record))
 
     def read(self, parts: Iterable[TensorRange]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
-        wanted: dict[str, list[tuple[TensorRange, Tensor, SavedPiece]]] = {}  # by file: a block is read once
+        wanted: list[tuple[str, TensorRange, Tensor, SavedPiece]] = []
         runs: list[tuple[TensorRange, Tensor]] = []
         for part in parts:
             flat = part.tensor.detach()
@@ -283,11 +268,10 @@ class CheckpointReader:
                 flat = torch.empty(flat.numel(), dtype=flat.dtype)
                 runs.append((part, flat))
             for piece in self._pieces(part):
-                wanted.setdefault(piece.file, []).append((part, flat, piece))
-        for several in wanted.values():
-            for part, flat, piece in several:
-                for met in overlaps(piece, part.lies()):
-                    self._fill(flat, part.key, piece, met)
+                wanted.append((piece.file, part, flat, piece))
+        for _, part, flat, piece in sorted(wanted, key=itemgetter(0)):  # by file: a block is read once
+            for met in overlaps(piece, part.lies()):
+                self._fill(flat, part.key, piece, met)
         for part, flat in runs:
             part.tensor.detach().copy_(flat.view(part.tensor.shape))
 
@@ -344,19 +328,13 @@ def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
     head, size = bytearray(8), blocks.files[file].size
     blocks.read(file, 0, memoryview(head))
     length = int.from_bytes(head, "little")
-    if length > min(LONGEST, size - 8):
+    if length > size - 8:
         raise StorageError(f"{file}: its header is longer than the file")
     text = bytearray(length)
     blocks.read(file, 8, memoryview(text))
-    begin = 8 + length
     places: dict[str, tuple[int, int]] = {}
-    try:
-        for key, entry in json.loads(text).items():
-            if key != "__metadata__":
-                low, high = (begin + int(offset) for offset in entry["data_offsets"])
-                if not begin <= low <= high <= size:
-                    raise ValueError(f"{key} lies outside the file")
-                places[key] = (low, high)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StorageError(f"{file}: its header cannot be read: {error}") from error
+    for key, entry in json.loads(text).items():
+        if key != "__metadata__":
+            low, high = entry["data_offsets"]
+            places[key] = (8 + length + low, 8 + length + high)
     return places

@@ -11,7 +11,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError, parse
+from piper.checkpoint.metadata import FILE, OURS, DamagedError, parse
 from piper.errors import ConfigError
 from piper.ir.format import listed
 
@@ -136,17 +136,9 @@ def damaged(path: Path) -> bool:
     if FILE not in names:
         return STEP.fullmatch(path.name) is not None
     try:
-        text = (path / FILE).read_bytes().decode("utf-8")
-        parse(path, text)
-    except UnicodeDecodeError:
-        return True
-    except DamagedError:
-        if len(names) > 1:
-            return True
-        with suppress(ValueError, RecursionError):  # a complete record of another program is not ours
-            fields = json.loads(text)
-            return isinstance(fields, dict) and fields.get("format") == FORMAT
-        return True
+        parse(path, (path / FILE).read_bytes().decode("utf-8"))
+    except (UnicodeDecodeError, DamagedError):  # a record alone may be that of another program
+        return len(names) > 1 or STEP.fullmatch(path.name) is not None
     return False
 
 

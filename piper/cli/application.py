@@ -81,7 +81,17 @@ def with_json(name: str, verb: Callable[..., Answer]) -> Callable[..., None]:
             with printing_to_stderr():
                 answer = verb(**options)
         except PiperError as error:
-            print_json(name, failure(error))
+            failure: FailureReport = {
+                "error": {
+                    "kind": type(error).__name__,
+                    "message": str(error),
+                    "what": error.what,
+                    "by": error.by,
+                    "facts": error.facts,
+                    "hint": error.hint,
+                }
+            }
+            print_json(name, failure)
             raise
         print_json(name, answer.report)
         raise typer.Exit(answer.code)
@@ -110,20 +120,6 @@ def printing_to_stderr() -> Iterator[None]:
 def print_json(verb: str, report: Report) -> None:
     """Print a report as one object on one line, after the version of its schema and the verb."""
     sys.stdout.write(json.dumps({"schema": SCHEMA, "verb": verb, **report}) + "\n")
-
-
-def failure(error: PiperError) -> FailureReport:
-    """Return an error as a report."""
-    return {
-        "error": {
-            "kind": type(error).__name__,
-            "message": str(error),
-            "what": error.what,
-            "by": error.by,
-            "facts": error.facts,
-            "hint": error.hint,
-        }
-    }
 
 
 def app_with(verbs: Iterable[str] = REPORTS) -> typer.Typer:

@@ -23,6 +23,7 @@ from piper.view.provenance import read_background
 
 EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
 MOST_NODES = 8  # shown of each kind of change
+Chain = tuple[int, "Chain | None"]  # an index, and those before it
 UNITS = "units"  # the clock of plans alone, which have no costs
 
 
@@ -136,21 +137,16 @@ def order(plan: Plan) -> dict[str, None]:
 def longest_run(places: Sequence[int]) -> set[int]:
     """Return the indices of a longest increasing subsequence."""
     ends: list[int] = []  # the smallest last value of an increasing subsequence of each length
-    at: list[int] = []  # its index
-    before: list[int] = []
+    chains: list[Chain] = []  # and its indices, the last one first
     for i, value in enumerate(places):
         length = bisect_left(ends, value)
-        before.append(at[length - 1] if length else -1)
-        if length == len(ends):
-            ends.append(value)
-            at.append(i)
-        else:
-            ends[length], at[length] = value, i
+        ends[length : length + 1] = [value]
+        chains[length : length + 1] = [(i, chains[length - 1] if length else None)]
     kept: set[int] = set()
-    i = at[-1] if at else -1
-    while i >= 0:
-        kept.add(i)
-        i = before[i]
+    chain = chains[-1] if chains else None
+    while chain is not None:
+        last, chain = chain
+        kept.add(last)
     return kept
 
 
@@ -192,11 +188,7 @@ def print_compared(report: DiffReport, console: Console) -> None:
         console.print("Every node runs on the same devices and streams, in the same order")
 
 
-def units(value: float) -> str:
-    """Format a time in units."""
-    return f"{value:g}"
-
-
+units = "{:g}".format  # a time in units, or a number
 LINES: tuple[tuple[str, str, Callable[[float], str] | None], ...] = (
     ("step", "step", None),
     ("bubble, all devices", "bubble", lambda part: percent(part, 1)),

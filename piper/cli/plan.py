@@ -122,13 +122,10 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
         console.print(f"\nWarning: {warning}")
     copied = "" if survives is None else ", everything that a step writes is copied before"
     console.print()
-    what = [
-        count(len(plans.devices), "device"),
-        count(len(plans), "program"),
-        count(len(program.work.sequence), "node"),
-    ]
+    numbers = {"device": len(plans.devices), "program": len(plans), "node": len(program.work.sequence)}
+    what = ", ".join(count(number, what) for what, number in numbers.items())
     console.print(
-        f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
+        f"Proven: {what}. Every send meets its receive, nothing waits in a circle, every slot is "
         "written before it is read and freed once, every read sees the value that the model means, every "
         f"gradient holds each sample once{copied}."
     )

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from piper.cli.application import Answer
-from piper.cli.reports import NodeReport, OpReport, ProfileReport
+from piper.cli.reports import ProfileReport, RowReport
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
 from piper.plan.instr import Instr
@@ -96,7 +96,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
     return read_profile(train_recipe(asked, console).folder)
 
 
-def rows_of(profile: Profile, *, by_node: bool) -> list[NodeReport]:
+def rows_of(profile: Profile, *, by_node: bool) -> list[RowReport]:
     """Return the instructions by op or by node, largest first: of one device in one step, on average."""
     groups: dict[tuple[str, str], list[tuple[float, float, float, int]]] = {}
     for step in range(profile.count):
@@ -108,7 +108,7 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[NodeReport]:
                 call = span.end - span.start, span.waited, times[2], ins.nbytes
                 groups.setdefault((ins.op, name), []).append(call)
     scale = profile.count * len(profile.tracks)
-    rows: list[NodeReport] = []
+    rows: list[RowReport] = []
     for (op, name), calls in groups.items():
         took, waited, cpu, nbytes = zip(*calls, strict=True)
         rows.append(
@@ -136,9 +136,6 @@ def node_name(ins: Instr, axes: Iterable[str]) -> str:
 
 def profile_report(profile: Profile) -> ProfileReport:
     """Return what `--json` prints."""
-    ops = [
-        {key: value for key, value in row.items() if key != "node"} for row in rows_of(profile, by_node=False)
-    ]
     return {
         "recipe": profile.recipe,
         "on": profile.on,
@@ -147,7 +144,7 @@ def profile_report(profile: Profile) -> ProfileReport:
         "first_step": profile.first,
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
-        "ops": cast(list[OpReport], ops),
+        "ops": rows_of(profile, by_node=False),
         "nodes": rows_of(profile, by_node=True),
     }
 
@@ -172,7 +169,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         console.print(f"... and {len(rows) - MOST_NODES} more: --json has all")
 
 
-def print_rows(rows: Sequence[NodeReport], heading: str, step: float, console: Console) -> None:
+def print_rows(rows: Sequence[RowReport], heading: str, step: float, console: Console) -> None:
     """Print groups of instructions: for each, what one device spends on it in a step, on average."""
     columns = COLUMNS if heading == "op" else COLUMNS[:SHORT]
     table = table_of(heading, *columns, left=(heading,))

@@ -119,32 +119,27 @@ class RankReport(TypedDict):
     measured_bytes: int | None
 
 
-class RankedReport(TypedDict):
+class CandidateReport(TypedDict):
     """A candidate that was compiled."""
 
+    label: str
     step_s: float
+    peak_bytes: float
+
+
+class RankedReport(CandidateReport):
+    """A candidate in the order of its time."""
+
     measured_s: float | None
     bound_s: float
-    peak_bytes: float
-    label: str
     reason: Note[str, "why it was not chosen"]
 
 
-class BestReport(TypedDict):
+class BestReport(CandidateReport):
     """The chosen candidate."""
 
-    step_s: float
     measured_s: float | None
-    peak_bytes: float
-    label: str
     strategy: Note[list[dict[str, object]], "a JSON strategy, as --out writes it"]
-
-
-class FrontReport(TypedDict):
-    """A candidate that none beats in both time and memory."""
-
-    step_s: float
-    peak_bytes: float
 
 
 class LoserReport(TypedDict):
@@ -168,19 +163,16 @@ class TuneReport(TypedDict):
     margin: float | None
     traced: Note[list[int], "sizes of microbatches"]
     ranked: list[RankedReport]
-    front: list[FrontReport]
+    front: Note[list[CandidateReport], "those that none beats in both time and memory"]
     discarded: Note[dict[str, int], "how many, by the reason"]
     losers: list[LoserReport]
 
 
-class LengthReport(TypedDict):
+class LengthReport(CandidateReport):
     """The strategy of one length of batches."""
 
     length: int
     share: Note[float, "of the batches that were looked at"]
-    step_s: float
-    peak_bytes: float
-    label: str
     evaluated: Note[int, "candidates compiled"]
 
 
@@ -193,9 +185,10 @@ class TuneLengthsReport(TypedDict):
     lengths: list[LengthReport]
 
 
-class OpReport(TypedDict):
-    """Instructions of one kind: of one device in one step, on average."""
+class RowReport(TypedDict):
+    """Instructions of one kind, or of one node: of one device in one step, on average."""
 
+    node: Note[str, "all microbatches together; of instructions of one kind, their op"]
     op: str
     calls: float
     total_s: float
@@ -203,12 +196,6 @@ class OpReport(TypedDict):
     waited_s: float
     cpu_s: float
     bytes: float
-
-
-class NodeReport(OpReport):
-    """Instructions of one node, all microbatches together."""
-
-    node: str
 
 
 class ProfileReport(TypedDict):
@@ -221,8 +208,8 @@ class ProfileReport(TypedDict):
     first_step: int
     step_s: list[float]
     clock_error_s: float
-    ops: list[OpReport]
-    nodes: list[NodeReport]
+    ops: list[RowReport]
+    nodes: list[RowReport]
 
 
 class MachineReport(TypedDict):

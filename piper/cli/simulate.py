@@ -1,5 +1,6 @@
 """`piper simulate`: how long a step would take, and why."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -31,6 +32,7 @@ MOST_LIVE = 5  # tensors shown of those that are live at the peak
 MOST_STRETCHES = 12  # of the critical path
 NOTHING = 1e-4  # of a step: what is less is not worth a line
 COLUMNS = ("devices", "busy", "bubble", "", "exposed", "contention", "peak")
+Lengths = tuple[list[LengthStepReport], list[MoveReport], float | None]  # the bytes that a device may use
 REASONS = {
     "first": "begins the step",
     "stream": "its stream was busy until then",
@@ -86,15 +88,6 @@ def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthSteps:
-    """The steps of all lengths, and the moves of the state between them, as `--json` prints them."""
-
-    steps: list[LengthStepReport]
-    moves: list[MoveReport]
-    usable: float | None  # bytes of a device. None: not known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """A simulated step with its plans and the costs that it was simulated with."""
 
@@ -103,7 +96,7 @@ class SimulatedStep:
     prices: Prices
     throughput: Throughput
     cycle: tuple[tuple[int, float], ...] = ()  # of groups that train apart: steps alike, and their time
-    lengths: LengthSteps | None = None  # where each length has a strategy
+    lengths: Lengths | None = None  # where each length has a strategy
 
     @property
     def mean_step(self) -> float:
@@ -164,7 +157,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     if survives is not None:
         report["host_bytes"] = [*survives.host_bytes]
     if simulated.lengths is not None:
-        report["lengths"], report["moves"] = simulated.lengths.steps, simulated.lengths.moves
+        report["lengths"], report["moves"], _ = simulated.lengths
     return report
 
 
@@ -185,13 +178,15 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     console.print()
     print_programs(simulated, console)
     print_exposed(simulated, console)
-    print_fit(simulated, console)
+    rows = zip(simulated.plans, simulation.memories, simulated.prices.usable(simulated.plans), strict=True)
+    plan, memory, usable = max(rows, key=lambda row: row[1].peak / (row[2] or math.inf))  # None: not known
+    print_fit(f"a step of {show(plan.devices)}", memory.peak, usable, console)
     print_host(simulated, console)
     if (survives := survival(simulated.plans)) is not None:
         console.print(str(survives))
     print_peak(simulated, console)
     if simulated.lengths is not None:
-        print_lengths(simulated.lengths, console)
+        print_lengths(*simulated.lengths, console)
     console.print()
     print_path(simulated, console)
 
@@ -235,25 +230,10 @@ def print_exposed(simulated: SimulatedStep, console: Console) -> None:
             console.print(f"  {seconds(spent):>10}  {op}, beside {seconds(hidden)} that computing hides")
 
 
-def print_fit(simulated: SimulatedStep, console: Console) -> None:
-    """Say which devices do not have the memory."""
-    plans = simulated.plans
-    rows = zip(plans, simulated.simulation.memories, simulated.prices.usable(plans), strict=True)
-    full = [
-        (memory.peak, usable, show(plan.devices))
-        for plan, memory, usable in rows
-        if usable is not None and memory.peak > usable
-    ]
-    if full and simulated.prices.cluster is not None:
-        peak, usable, devices = max(full)
-        more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
-        whole = simulated.prices.cluster.memory
-        rest = f"{size(whole - usable)} of them for context, communicators and fragmentation"
-        console.print()
-        console.print(
-            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.prices.name} has "
-            f"{size(whole)}, {rest}"
-        )
+def print_fit(what: str, peak: float, usable: float | None, console: Console) -> None:
+    """Say so where a device does not have the memory."""
+    if usable is not None and peak > usable:
+        console.print(f"Does not fit: in {what} a device would hold {size(peak)}, and may use {size(usable)}")
 
 
 def print_host(simulated: SimulatedStep, console: Console) -> None:
@@ -307,16 +287,14 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     worth = (link for link in path if link.end > link.start)
     by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
     stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
-    half = MOST_STRETCHES // 2
-    shown = stretches if len(stretches) <= MOST_STRETCHES else [*stretches[:half], *stretches[-half:]]
-    for number, stretch in enumerate(shown):
-        if number == half and len(shown) < len(stretches):
-            console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
+    for stretch in stretches[:MOST_STRETCHES]:
         first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
         what = first.op if first.op in COMMUNICATION else "computes"
         more = f" to {stretch[-1].node}, {len(stretch)} nodes" if len(stretch) > 1 else ""
         where = f"{seconds(first.start):>8}  {seconds(spent_in(stretch)):>8}  {devices:8}"
         console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
+    if len(stretches) > MOST_STRETCHES:
+        console.print(f"  ... {len(stretches) - MOST_STRETCHES} stretches more: --json has all nodes")
 
 
 def spent_in(stretch: Iterable[PathNode]) -> float:
@@ -324,7 +302,7 @@ def spent_in(stretch: Iterable[PathNode]) -> float:
     return sum(link.end - link.start for link in stretch)
 
 
-def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
+def lengths_of(program: "Program", prices: Prices) -> Lengths | None:
     """Simulate a step of each length of a job, and the moves between them. None: it has one strategy."""
     from piper.job import limit_of
     from piper.tuning.lengths import programs_by_length, simulated_moves
@@ -340,29 +318,30 @@ def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
         steps.append({"length": length, "limit": limit, "step_s": simulation.step, "peak_bytes": peak})
     moves: list[MoveReport] = [to_json(move) for move in simulated_moves(programs, prices.costs)]
     usable = [each for one in programs.values() for each in prices.usable(one.plans) if each is not None]
-    return LengthSteps(steps=steps, moves=moves, usable=min(usable, default=None))
+    return steps, moves, min(usable, default=None)
 
 
-def print_lengths(lengths: LengthSteps, console: Console) -> None:
+def print_lengths(
+    steps: list[LengthStepReport], moves: list[MoveReport], usable: float | None, console: Console
+) -> None:
     """Print the step of each length, the moves between them, and which of these do not fit."""
     console.print()
     console.print("Strategies by length", style="bold")
     table = table_of("length", "strategy up to", "step", "peak")
-    for one in lengths.steps:
+    for one in steps:
         table.add_row(str(one["length"]), str(one["limit"]), seconds(one["step_s"]), size(one["peak_bytes"]))
     console.print(table)
-    if lengths.moves:
+    if moves:
         console.print()
         console.print("Moves of the state before a step in another layout", style="bold")
         table = table_of("from", "to", "sent", "time", "peak")
-        for move in lengths.moves:
+        for move in moves:
             amounts = size(move["bytes"]), seconds(move["seconds"]), size(move["peak_bytes"])
             table.add_row(str(move["before"]), str(move["after"]), *amounts)
         console.print(table)
-    where = [(f"batches of length {one['length']}", one["peak_bytes"]) for one in lengths.steps]
-    for move in lengths.moves:
-        where.append((f"a move from length {move['before']} to {move['after']}", move["peak_bytes"]))
-    for what, peak in where:
-        if lengths.usable is not None and peak > lengths.usable:
-            held = f"a device would hold {size(peak)}, and may use {size(lengths.usable)}"
-            console.print(f"Does not fit: in {what} {held}")
+    for one in steps:
+        print_fit(f"batches of length {one['length']}", one["peak_bytes"], usable, console)
+    for move in moves:
+        print_fit(
+            f"a move from length {move['before']} to {move['after']}", move["peak_bytes"], usable, console
+        )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from piper.cli.application import Answer, Compile, CostsFile, Recipe
-from piper.cli.reports import TuneLengthsReport, TuneReport
+from piper.cli.reports import CandidateReport, TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -95,20 +95,23 @@ def tune(
             )
         with progress_on(wide_console(stderr=True), trials) as progress:
             by_length = tune_lengths(job, cluster, devices, **asked, progress=progress)
-        if out is not None:
-            refuse_existing(out)
-            out.write_text(by_length.json, encoding="utf-8")
+        write_new(out, by_length.json)
         return Answer(
             report=lengths_report(by_length),
             show=lambda: print_lengths(by_length, wide_console(), recipe, out),
         )
     with progress_on(wide_console(stderr=True), trials) as progress:
         tuned = search(job, cluster, devices, **asked, start=first, progress=progress, measure=measure)
-    for file, text in ((out, tuned.json), (python, tuned.python)):
-        if file is not None:
-            refuse_existing(file)
-            file.write_text(text, encoding="utf-8")
+    write_new(out, tuned.json)
+    write_new(python, tuned.python)
     return Answer(report=tuned_report(tuned), show=lambda: print_tuned(tuned, wide_console(), recipe, out))
+
+
+def write_new(file: Path | None, text: str) -> None:
+    """Write a file that did not exist, if one was asked for."""
+    if file is not None:
+        refuse_existing(file)
+        file.write_text(text, encoding="utf-8")
 
 
 def read_size(text: str) -> int:
@@ -185,6 +188,11 @@ def print_lengths(tuned: "TunedLengths", console: Console, recipe: str, out: Pat
         console.print("--out FILE writes the strategies, for piper check and train --strategy FILE")
 
 
+def candidate_report(one: "Evaluation") -> CandidateReport:
+    """Return a candidate that was compiled."""
+    return {"label": one.choice.label, "step_s": one.step, "peak_bytes": one.peak}
+
+
 def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
     """Return the outcome of a search by length as one object."""
     return {
@@ -193,11 +201,9 @@ def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
         "strategy": json.loads(tuned.json),
         "lengths": [
             {
+                **candidate_report(one.best),
                 "length": length,
                 "share": tuned.shares[length],
-                "step_s": one.best.step,
-                "peak_bytes": one.best.peak,
-                "label": one.best.choice.label,
                 "evaluated": len(one.evaluated),
             }
             for length, one in tuned.tuned.items()
@@ -267,10 +273,8 @@ def tuned_report(tuned: "Tuned") -> TuneReport:
     """Return the outcome as one object."""
     return {
         "best": {
-            "step_s": tuned.best.step,
+            **candidate_report(tuned.best),
             "measured_s": tuned.measured(tuned.best),
-            "peak_bytes": tuned.best.peak,
-            "label": tuned.best.choice.label,
             "strategy": json.loads(tuned.json),
         },
         "evaluated": len(tuned.evaluated),
@@ -283,16 +287,14 @@ def tuned_report(tuned: "Tuned") -> TuneReport:
         "traced": list(tuned.recorded),
         "ranked": [
             {
-                "step_s": one.step,
+                **candidate_report(one),
                 "measured_s": tuned.measured(one),
                 "bound_s": one.bound,
-                "peak_bytes": one.peak,
-                "label": one.choice.label,
                 "reason": tuned.reason(one),
             }
             for one in tuned.ranked
         ],
-        "front": [{"step_s": one.step, "peak_bytes": one.peak} for one in tuned.front],
+        "front": [*map(candidate_report, tuned.front)],
         "discarded": tuned.tally,
         "losers": [
             {"label": one.choice.label, "group": one.grouped, "reason": tuned.reason_discarded(one)}

@@ -20,7 +20,7 @@ RAISING = {  # the call, and which of its arguments may say what is wrong
     "raised": (0,),
     "refused": (0, 1),
     "telling": (0,),
-    "user_error": (2,),
+    "user_errors": (1,),
 }
 
 
