@@ -22,11 +22,12 @@ from piper.schedules.grid import (
     orders,
     registered,
 )
-from piper.schedules.synthesis.blocks import BuildingBlock, times_of
 from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
 from piper.schedules.timing import Memory, Placement, StageCosts
 
 FREE = -1  # a slot in which neither an F nor a BI runs
+PERIOD = 6  # slots until the next microbatch
+Block = dict[int, list[int]]  # of F and I: the slot of each stage
 
 
 def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -139,8 +140,7 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
     # Where ranks are even, the two ways down would meet in one slot: a pause at the loss keeps them apart.
     pause = 0 if ranks % 2 else 3
-    block = BuildingBlock(forward=(2, 1), inputs=(2, 1), at_loss=pause, at_returns=1)
-    return repeated(block, ranks, microbatches, ranks + 2)
+    return repeated(building_block(ranks, 2, pause, 1), ranks, microbatches, ranks + 2)
 
 
 @registered("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
@@ -150,15 +150,28 @@ def v_min_grid(ranks: int, microbatches: int) -> Grid:
     # Where ranks are a multiple of three, the ways down of F and BI would meet in one slot.
     pause = 0 if ranks % 3 else 2
     limit = (2 * ranks + {0: 6, 1: 4, 2: 8}[ranks % 3]) // 3
-    return repeated(BuildingBlock(at_loss=pause), ranks, microbatches, limit)
+    return repeated(building_block(ranks, 1, pause, 0), ranks, microbatches, limit)
 
 
-def repeated(block: BuildingBlock, ranks: int, microbatches: int, limit: int) -> Grid:
+def building_block(ranks: int, slope: int, at_loss: int, at_returns: int) -> Block:
+    """Return the slots in which one microbatch meets each stage.
+
+    slope: slots from a stage to the next on the way down the ranks; on the way up it is one. at_loss,
+    at_returns: pauses between the last stage's F and its BI, and where gradients turn.
+    """
+    forward = [slope * step for step in range(ranks)]
+    forward += [forward[-1] + 1 + step for step in range(ranks)]
+    inputs = [forward[-1] + 1 + at_loss + slope * step for step in range(ranks)]
+    inputs += [inputs[-1] + 1 + at_returns + step for step in range(ranks)]
+    return {F: forward, I: inputs[::-1]}
+
+
+def repeated(block: Block, ranks: int, microbatches: int, limit: int) -> Grid:
     """Return the grid in which each microbatch follows a block and a rank holds at most `limit` forwards."""
     stages = 2 * ranks
     memory = Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)
     problem = problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
-    schedule = in_sequence(problem, squeezed(problem, times_of(problem, block), limit))
+    schedule = in_sequence(problem, squeezed(problem, block, limit))
     assert schedule is not None, "a building block that does not fit its own limit"
     return Grid(
         rows=tuple(tuple((problem.actions[operation],) for operation in row) for row in schedule.rows)
@@ -203,13 +216,16 @@ class SlotRow:
         return self.update(min(slot, other), max(slot, other))
 
 
-def squeezed(problem: Problem, times: Sequence[float], limit: int) -> list[float]:
+def squeezed(problem: Problem, block: Block, limit: int) -> list[int]:
     """Move each F and BI of the warm-up and the cool-down to the first free slot that the memory allows.
 
-    times: the slot of each F and BI; no two of one rank share one. limit: the forwards that a rank may hold.
+    block: of the first microbatch; no two of a rank share a slot. limit: the forwards that a rank may hold.
     """
-    slot_of = [int(time) for time in times]
-    moved = [operation for operation in range(problem.size) if problem.kind[operation] in (F, I)]
+    moved = [operation for operation in range(problem.size) if problem.kind[operation] in block]
+    slot_of = [0] * problem.size
+    for operation in moved:
+        first = block[problem.kind[operation]][problem.stage[operation]]
+        slot_of[operation] = first + PERIOD * problem.microbatch[operation]
     moved.sort(key=lambda operation: (slot_of[operation], operation))
     length = max(slot_of) + 1 + len(moved)  # with room at the end for all weight gradients
     slots = [[FREE] * length for _ in range(problem.ranks)]
@@ -227,7 +243,7 @@ def squeezed(problem: Problem, times: Sequence[float], limit: int) -> list[float
         first = earliest(problem, slot_of, operation)
         choices = [slot for slot in range(first, now) if row.slots[slot] == FREE]
         slot_of[operation] = first_that_fits(row, now, choices, limit)
-    return [float(slot) for slot in slot_of]
+    return slot_of
 
 
 def earliest(problem: Problem, slot_of: Sequence[int], operation: int) -> int:

@@ -113,7 +113,7 @@ def all_reduce(dtype: torch.dtype, length: int, group: str = "all") -> CommCase:
     def act(comms: Comms, rank: int, mine: Tensor) -> list[Tensor]:
         return [comms.group(group).all_reduce(mine)]
 
-    return CommCase("all_reduce", f"{length} {group}", dtype, partial(equal, (length,)), act, want)
+    return CommCase("all_reduce", f"{length} {group}", dtype, lambda size: [(length,)] * size, act, want)
 
 
 def reduce_scatter(dtype: torch.dtype, length: int | None) -> CommCase:
@@ -131,7 +131,7 @@ def reduce_scatter(dtype: torch.dtype, length: int | None) -> CommCase:
         return [total([value.split(parts)[rank] for value in padded])]
 
     def shapes(size: int) -> list[Shape]:
-        return equal((sum(uneven(size)) if length is None else length,), size)
+        return [(sum(uneven(size)) if length is None else length,)] * size
 
     return CommCase("reduce_scatter", named(length), dtype, shapes, act, want)
 
@@ -206,7 +206,7 @@ def broadcast(dtype: torch.dtype, shape: Shape) -> CommCase:
     def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         return [ExpectedValue(value=given[0])]
 
-    return CommCase("broadcast", str(list(shape)), dtype, partial(equal, shape), act, want)
+    return CommCase("broadcast", str(list(shape)), dtype, lambda size: [shape] * size, act, want)
 
 
 def pipes(dtype: torch.dtype) -> CommCase:
@@ -230,12 +230,7 @@ def pipes(dtype: torch.dtype) -> CommCase:
         numbers = [10 * ((rank - 1) % len(given)) + step for step in range(2)]
         return [ExpectedValue(value=torch.full(shape, n, dtype=dtype)) for n in numbers for shape in PIPED]
 
-    return CommCase("send, recv", "in order", dtype, partial(equal, ()), act, want)
-
-
-def equal(shape: Shape, size: int) -> list[Shape]:
-    """Return the same shape for all ranks."""
-    return [shape] * size
+    return CommCase("send, recv", "in order", dtype, lambda size: [()] * size, act, want)
 
 
 def uneven(size: int) -> list[int]:

@@ -91,8 +91,7 @@ def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) 
         for track in profile.tracks:
             plan, timeline = profile.plans.of(track.device), timelines[track.device]
             host = [row[2] for row in track.steps[step]] if by_thread else None
-            add_spans(found, plan, timeline, host)
-            add_gaps(found, plan, timeline, by_thread=by_thread)
+            add_times(found, plan, timeline, host)
         if not by_thread:
             for op, points in found.talks.items():
                 samples.talks.setdefault(op, []).extend(
@@ -102,39 +101,32 @@ def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) 
                 samples.late.setdefault(op, []).append(mean(times))
 
 
-def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
-    """Add the times of the instructions of one device in one step."""
-    for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
-        took = max(span.end - span.start, LEAST)
-        if ins.op in COMMUNICATION:
-            if ins.comm is not None:
-                samples.talks.setdefault(ins.travels_as, []).append((ins.nbytes, took))
-            continue
-        if host is not None:
-            took = max(host[place], LEAST)
-        if ins.op == "compute":
-            samples.chunks.setdefault((ins.computes.chunk, ins.computes.phase), []).append(took)
-        else:
-            samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
+def add_times(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
+    """Add the times of one device's instructions in one step, and their delays after what let them start.
 
-
-def add_gaps(samples: MeasuredTimes, plan: Plan, timeline: Timeline, *, by_thread: bool) -> None:
-    """Add the delay of each instruction after the one that let it start, on its own stream or on another.
-
-    On a host a communication is a call like any other. On an accelerator its delays are of their own kind.
+    What lets an instruction start is on its own stream or on another. host: the seconds for which its thread
+    computed. On a host a communication is a call like any other. On an accelerator (None) its delays are of
+    their own kind.
     """
     last: dict[str, int] = {}
     signalled: dict[int, int] = {}
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
-        turn = span.start - span.waited
+        communicates = ins.op in COMMUNICATION
+        took = max(span.end - span.start if communicates or host is None else host[place], LEAST)
+        if not communicates and ins.op == "compute":
+            samples.chunks.setdefault((ins.computes.chunk, ins.computes.phase), []).append(took)
+        elif not communicates:
+            samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
+        elif ins.comm is not None:
+            samples.talks.setdefault(ins.travels_as, []).append((ins.nbytes, took))
         own = timeline.spans[last[ins.stream]].end if ins.stream in last else None
         others = [timeline.spans[signalled[event]].end for event in ins.waits]
         before = others if own is None else [own, *others]
         if before:
             delays = samples.gaps if own == max(before) else samples.wakes
-            if ins.op in COMMUNICATION and not by_thread:
+            if communicates and host is None:
                 delays = samples.late.setdefault(ins.travels_as, [])
-            delays.append(max(0.0, turn - max(before)))
+            delays.append(max(0.0, span.start - span.waited - max(before)))
         last[ins.stream] = place
         if ins.signals is not None:
             signalled[ins.signals] = place

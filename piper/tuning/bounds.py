@@ -38,7 +38,6 @@ class LeastMemory:
     optimizer: int = 0
     gradients: int = 0
     activations: int = 0
-    rank: int = 0
 
     @property
     def total(self) -> int:
@@ -229,7 +228,7 @@ def rank_memory(
     """Return the least that one rank holds under a ZeRO level."""
     numbers, ranges = choice.placement.stages_of(rank), choice.stages
     mine = tuple(ranges[number] for number in numbers)
-    between_steps = resident(choice, layers, mine, level, optimizer_bytes, rank)
+    between_steps = resident(choice, layers, mine, level, optimizer_bytes)
     stages = {number: layers.stage(ranges[number]) for number in numbers}
     key = (id(grid), rank, mine, min(2, choice.microbatches))
     if key not in layers.walks:
@@ -240,12 +239,7 @@ def rank_memory(
 
 
 def resident(
-    choice: StrategyChoice,
-    layers: ModelLayers,
-    stages: tuple[range, ...],
-    zero: int,
-    optimizer_bytes: int,
-    rank: int,
+    choice: StrategyChoice, layers: ModelLayers, stages: tuple[range, ...], zero: int, optimizer_bytes: int
 ) -> LeastMemory:
     """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
     sums = layers.sums(stages)
@@ -255,7 +249,6 @@ def resident(
         parameters=sums.nbytes // replicas if zero == 3 else sums.nbytes,
         optimizer=sums.trained * optimizer_bytes // (replicas if zero else 1),
         gradients=(sums.trained_bytes if alone else sums.sum_bytes) // (replicas if zero >= 2 else 1),
-        rank=rank,
     )
 
 
@@ -309,7 +302,7 @@ def synthesis_memory(
         numbers = choice.placement.stages_of(rank)
         mine = [stages[number] for number in numbers]
         layers_of_rank = tuple(ranges[number] for number in numbers)
-        kept = resident(choice, layers, layers_of_rank, choice.zeros[rank], optimizer_bytes, rank)
+        kept = resident(choice, layers, layers_of_rank, choice.zeros[rank], optimizer_bytes)
         transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
         left = limit - kept.total - max(0, transient) - (beyond[rank] if beyond else 0)
         one = sum(stage.activations for stage in mine)

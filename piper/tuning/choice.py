@@ -12,7 +12,7 @@ from piper.directives.replicate import Replicate
 from piper.directives.shard import ShardAxis
 from piper.directives.split import Split
 from piper.errors import ConfigError
-from piper.ir.select import Asked, At, at
+from piper.ir.select import At, at
 from piper.job import Job, directives_for, strategy_of
 from piper.schedules.grid import Grid, orders
 from piper.schedules.timing import Placement
@@ -164,7 +164,7 @@ def directives_of(
     single = len(choice.sizes) == 1
     placement = choice.placement
     for number, stage in enumerate(choice.stages):
-        here = at() if single else layers_at(tag, stage)
+        here = at() if single else at(None, **{tag: stage})
         rank = placement.ranks[number]
         strategy += placed(choice, here, rank, divide)
         if routed and choice.experts > 1:
@@ -172,17 +172,11 @@ def directives_of(
     if choice.microbatches > 1 or grid is not None:
         strategy.append(split(at(), axis="MB", parts=choice.microbatches))
     if grid is not None:
-        strategy += orders(grid, stage=[layers_at(tag, stage) for stage in choice.stages])
+        strategy += orders(grid, stage=[at(None, **{tag: stage}) for stage in choice.stages])
     if choice.recompute != Recompute():
         across = tag if choice.recompute.across else None
         strategy.append(remat(at(), choice.recompute.budget, across=across))
     return strategy
-
-
-def layers_at(tag: str, layers: range) -> At:
-    """Return the filter of a range of layers."""
-    asked: dict[str, Asked] = {tag: layers}
-    return at(None, **asked)
 
 
 def placed(choice: StrategyChoice, here: At, rank: int, divide: Divide) -> list[Directive]:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar
 
 from piper.errors import WorkerError
 
@@ -82,15 +82,3 @@ def run_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
     finally:
         for other in others:
             other.end()
-
-
-def run_beside(call: Callable[[], object], other: Callable[[], T], *, workers: int) -> T | None:
-    """Make a call in this process, and another in a forked one. Return the result of the other.
-
-    None: the other raised an exception, and making it again shows which; or there is one worker, and only the
-    call was made.
-    """
-    if workers == 1:
-        call()
-        return None
-    return cast("T | None", run_together([call, other])[1])

@@ -24,7 +24,6 @@ from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
 from piper.simulate.measured import Measured, check_model
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, divided_as
-from piper.tuning.forked_calls import run_beside
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, divisors, rows_of
 
@@ -179,7 +178,6 @@ def captured_model(
     start: Sequence[Directive] = (),
     *,
     compile: bool = False,
-    workers: int = 1,
 ) -> Model:
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of.
 
@@ -202,15 +200,9 @@ def captured_model(
     tag, count = layers_of(outline)
     alone = replace(job, strategy=[], elastic=None)
 
-    def second_size() -> None:
-        for rows in sizes[1:2]:
-            capturing.traced(rows)
-
-    def facts() -> tuple[tuple[tuple[str, int], ...], int]:
-        return weights_of(recordings), optimizer_bytes(alone, outline)
-
-    weights, optimizer = run_beside(second_size, facts, workers=workers) or facts()
-    divide = divided_as(start, Divide(weights=weights, fields=sequence_fields(batch)))
+    for rows in sizes[1:2]:
+        capturing.traced(rows)
+    divide = divided_as(start, Divide(weights=weights_of(recordings), fields=sequence_fields(batch)))
     # Context parallelism divides no weights, so where it is asked for none need be known.
     by_context = bool(divide.fields) and (bool(divide.weights) or space.context is not None)
     return Model(
@@ -227,7 +219,7 @@ def captured_model(
             context=by_context,
         ),
         divide=divide,
-        optimizer_bytes=optimizer,
+        optimizer_bytes=optimizer_bytes(alone, outline),
     )
 
 

@@ -6,7 +6,6 @@ Every number is a lower bound of what a plan will show: seconds of compute alone
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -93,7 +92,7 @@ class ModelLayers:
     def stage(self, layers: range) -> "Stage":
         """Return the sums over a range of layers."""
         if layers not in self._stages:
-            self._stages[layers] = Stage(layers=tuple(self.layers[number] for number in layers))
+            self._stages[layers] = stage_of(tuple(self.layers[number] for number in layers))
         return self._stages[layers]
 
     def sums(self, stages: tuple[range, ...]) -> LayerParameters:
@@ -251,60 +250,45 @@ class ModelLayers:
         return parameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Consecutive layers that one rank runs as a unit."""
 
     layers: tuple[Layer, ...]
+    work: Mapping[Phase, float]  # seconds of each phase on its device
+    path: Mapping[Phase, float]  # seconds of each phase from what it receives to what it passes on
+    adds: float  # seconds to add its gradients to those of other microbatches
+    activations: int  # bytes that a microbatch holds from its forward to its backward
+    late: int  # bytes that a microbatch holds from its BI to its BW
+    extra: Mapping[Phase, int]  # live beyond `activations` at the worst moment of a phase; below 0: fewer
+    parameters: Mapping[str, LayerParameters]  # by name; a tied one counts once
+    trained_bytes: int  # of a gradient of all its parameters
 
-    @cached_property
-    def work(self) -> Mapping[Phase, float]:
-        """Return the seconds of each phase on its device."""
-        return {phase: sum(layer.work[phase] for layer in self.layers) for phase in PHASES}
 
-    @cached_property
-    def path(self) -> Mapping[Phase, float]:
-        """Return the seconds of each phase from what it receives to what it passes on."""
-        return {phase: sum(layer.path[phase] for layer in self.layers) for phase in PHASES}
-
-    @cached_property
-    def adds(self) -> float:
-        """Return the seconds to add its gradients to those of other microbatches."""
-        return sum(layer.adds for layer in self.layers)
-
-    @cached_property
-    def activations(self) -> int:
-        """Return the bytes that a microbatch holds from its forward to its backward."""
-        return sum(union(layer.saved for layer in self.layers).values())
-
-    @cached_property
-    def late(self) -> int:
-        """Return the bytes that a microbatch holds from its BI to its BW."""
-        return sum(union(layer.late for layer in self.layers).values())
-
-    @cached_property
-    def extra(self) -> Mapping[Phase, int]:
-        """Return how many bytes beyond `activations` a phase has live at its worst moment; below 0: fewer."""
-        extra: dict[Phase, int] = {"BW": max(layer.extra["BW"] for layer in self.layers)}
-        before: dict[Storage, int] = {}
-        live = 0
-        for layer in self.layers:  # a forward grows towards `activations`, a backward shrinks from it
-            live += sum(nbytes for storage, nbytes in layer.saved.items() if storage not in before)
-            before |= layer.saved
-            for phase in CHAINED:
-                worst = live - self.activations + layer.extra[phase]
-                extra[phase] = max(extra.get(phase, worst), worst)
-        return extra
-
-    @cached_property
-    def parameters(self) -> Mapping[str, LayerParameters]:
-        """Return the parameters by name; a tied one counts once."""
-        return union(layer.parameters for layer in self.layers)
-
-    @cached_property
-    def trained_bytes(self) -> int:
-        """Return the bytes of a gradient of all its parameters."""
-        return sum(parameters.trained_bytes for parameters in self.parameters.values())
+def stage_of(layers: tuple[Layer, ...]) -> Stage:
+    """Add up consecutive layers."""
+    activations = sum(union(layer.saved for layer in layers).values())
+    parameters = union(layer.parameters for layer in layers)
+    extra: dict[Phase, int] = {"BW": max(layer.extra["BW"] for layer in layers)}
+    before: dict[Storage, int] = {}
+    live = 0
+    for layer in layers:  # a forward grows towards `activations`, a backward shrinks from it
+        live += sum(nbytes for storage, nbytes in layer.saved.items() if storage not in before)
+        before |= layer.saved
+        for phase in CHAINED:
+            worst = live - activations + layer.extra[phase]
+            extra[phase] = max(extra.get(phase, worst), worst)
+    return Stage(
+        layers=layers,
+        work={phase: sum(layer.work[phase] for layer in layers) for phase in PHASES},
+        path={phase: sum(layer.path[phase] for layer in layers) for phase in PHASES},
+        adds=sum(layer.adds for layer in layers),
+        activations=activations,
+        late=sum(union(layer.late for layer in layers).values()),
+        extra=extra,
+        parameters=parameters,
+        trained_bytes=sum(each.trained_bytes for each in parameters.values()),
+    )
 
 
 def union(mappings: Iterable[Mapping[K, V]]) -> dict[K, V]:

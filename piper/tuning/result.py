@@ -8,7 +8,6 @@ from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.ir.format import percent, seconds, size
 from piper.simulate.simulate import Throughput
-from piper.tuning.bounds import LeastMemory
 from piper.tuning.evaluate import Discard, Evaluation
 from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.trial_runs import TrialRuns
@@ -24,7 +23,6 @@ class Tuned:
     limit: int  # bytes of a device
     machine: str
     devices: int
-    tag: str  # numbers the layers
     lowest: float  # the lowest bound left where trials ran out; infinite: the search is complete
     recorded: tuple[int, ...]  # microbatch sizes that were traced
     interrupted: bool
@@ -141,10 +139,12 @@ class Tuned:
 
 def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:
     """Return the error of a search in which nothing fits: the least memory found, and what would do."""
-    needed: list[tuple[int, str, LeastMemory | None]] = [
-        (one.memory.total, one.choice.label, one.memory) for one in search.discarded if one.memory is not None
+    needed = [
+        (one.memory.total, one.choice.label, f", most of it {one.memory.largest}")
+        for one in search.discarded
+        if one.memory is not None
     ]
-    needed += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]
+    needed += [(one.needs, one.choice.label, "") for one in search.evaluated.values()]
     if not needed:
         return ConfigError(
             "no candidate can be compiled",
@@ -152,8 +152,7 @@ def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:
             facts={"refused": search.discarded[0].refused if search.discarded else "the space is empty"},
             hint="change the model or the batch as the message says, or allow more in `space`",
         )
-    least, label, filled = min(needed, key=lambda one: (one[0], one[1]))
-    most = f", most of it {filled.largest}" if filled is not None else ""
+    least, label, most = min(needed, key=lambda one: one[:2])
     return ConfigError(
         "no strategy fits",
         by="tune",

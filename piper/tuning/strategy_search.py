@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice, product
+from itertools import islice, product
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
@@ -41,7 +41,6 @@ FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bou
 REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
-Boundaries = dict[tuple[object, ...], tuple[tuple[int, ...], ...]]  # sizes of stages to try
 Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 
 
@@ -57,8 +56,7 @@ class StrategySearch:
     workers: int = 1  # processes that evaluate candidates
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
-    sizes: Boundaries = field(default_factory=dict)
-    holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
+    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # to try
     times: dict[StrategyChoice, float] = field(default_factory=dict)  # of passes and transfers alone
     expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
@@ -196,9 +194,7 @@ class StrategySearch:
     def drop_bounds(self, rows: int) -> None:
         """Drop the bounds for a microbatch size, which were estimated from other sizes."""
         self.expanded.clear()
-        for known in (self.holds, self.times):
-            for choice in [choice for choice in known if choice.rows == rows]:
-                del known[choice]
+        self.times = {choice: time for choice, time in self.times.items() if choice.rows != rows}
 
     def following(self, queue: Queue, limit: int, most: int | None = None) -> Iterator[Leaf]:
         """Return the candidates that the search comes to next, unless what it finds meanwhile rules them out.
@@ -211,21 +207,9 @@ class StrategySearch:
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
         if divided not in self.listed:
-            every = [mesh for mesh in meshes(self.space, self.model.shapes) if mesh.divided == divided]
-            for mesh, recompute in product(every, self.space.recompute):
-                self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
-            several = 1 if divided else self.workers  # stages are as without a division
-            calls = [partial(self.groups_of, every[number::several]) for number in range(several)]
-            parts = [part or call() for part, call in zip(run_together(calls), calls, strict=True)]
-            for _, sizes in parts:
-                self.sizes |= sizes
-            listed = (parts[number % several][0][number // several] for number in range(len(every)))
-            self.listed[divided] = [*chain.from_iterable(listed)]
+            every = (mesh for mesh in meshes(self.space, self.model.shapes) if mesh.divided == divided)
+            self.listed[divided] = [group for mesh in every for group in self._groups(mesh)]
         return self.listed[divided]
-
-    def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
-        """Return the groups of each way to arrange the devices, and all sizes of stages so far."""
-        return [list(self._groups(mesh)) for mesh in every], self.sizes
 
     def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
         kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
@@ -263,11 +247,8 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                key = replace(choice, neighbours="replicas", between=False)  # they do not change memory
-                if key not in self.holds:
-                    layers, state_bytes = self.layers(choice), self.model.optimizer_bytes
-                    self.holds[key] = memory_bound(choice, layers, state_bytes, grid_of(choice))
-                memory = self.holds[key]
+                layers, state_bytes = self.layers(choice), self.model.optimizer_bytes
+                memory = memory_bound(choice, layers, state_bytes, grid_of(choice))
                 if memory.total > limit:
                     unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import cast
 
 from piper.capture.recordings import Recordings
 from piper.compiler import Program
@@ -28,11 +29,10 @@ from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.simulate import Throughput, amount_of
-from piper.tuning.bounds import LeastMemory
-from piper.tuning.choice import GIVEN, StrategyChoice, own_strategy
+from piper.tuning.choice import GIVEN, own_strategy
 from piper.tuning.evaluate import CandidateKey, Evaluation
-from piper.tuning.forked_calls import run_beside
-from piper.tuning.model import BY, Model, captured_model
+from piper.tuning.forked_calls import run_together
+from piper.tuning.model import BY, captured_model
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import Asked, StrategySearch
@@ -49,6 +49,7 @@ FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the f
 FRONT_TRIALS = 4
 WORKERS_LIMIT = 8  # unless asked for: more would evaluate much that a better candidate rules out
 Progress = Callable[[StrategySearch, Evaluation], None]
+PreparedFront = tuple[dict[CandidateKey, Evaluation], dict[Asked, Grid]]  # evaluated, and synthesised
 
 
 def tune(
@@ -99,7 +100,7 @@ def tune(
     with no_collection():
         several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
         given = captured, measured, start or ()
-        model = captured_model(job, priced, wanted, devices, *given, compile=compile, workers=several)
+        model = captured_model(job, priced, wanted, devices, *given, compile=compile)
         if memory is None:
             model = replace(model, communicator=machine.communicator * (1 - machine.fragmentation))
         search = StrategySearch(
@@ -127,7 +128,6 @@ def tune(
         limit=limit,
         machine=machine.name,
         devices=devices,
-        tag=model.tag,
         lowest=search.lowest,
         recorded=tuple(model.recorded),
         interrupted=interrupted or (trial is not None and trial.interrupted),
@@ -160,17 +160,13 @@ def prove_best(
     if search.best is None:
         raise none_fits(search, limit, machine)
     discarded, lowest = search.discarded, search.lowest
-    proven: tuple[Directive, ...] | None = None
     if front and not interrupted:
-        best = search.best
-        verify = partial(verified_strategy, search.model, best.strategy)
-        try:  # the best is verified meanwhile
-            if run_beside(partial(widen_front, search, best), verify, workers=search.workers):
-                proven = best.strategy
+        try:
+            widen_front(search, search.best)
         except KeyboardInterrupt:
             interrupted = True
     search.discarded, search.lowest = discarded, lowest  # not those of the front
-    return verified(search, limit, measure, proven), interrupted
+    return verified(search, limit, measure), interrupted
 
 
 def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:
@@ -204,23 +200,6 @@ def check_counts(**numbers: int | None) -> None:
             raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
 
 
-def verified_strategy(model: Model, strategy: Sequence[Directive]) -> bool:
-    """Compile and prove a strategy once more, and try the job's optimizer on it. Raise what they raise."""
-    model.compile(list(strategy), tried=False)
-    return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedFront:
-    """What a search for the front has evaluated, synthesised and bounded."""
-
-    evaluated: dict[CandidateKey, Evaluation]
-    grids: dict[Asked, Grid]
-    holds: dict[StrategyChoice, LeastMemory]
-    times: dict[StrategyChoice, float]
-    recorded: frozenset[int]  # the microbatch sizes that were recorded there
-
-
 def widen_front(search: StrategySearch, best: Evaluation) -> None:
     """Look for strategies that need less memory than the best."""
     search.wanted = 1
@@ -237,38 +216,28 @@ def with_front_ahead(
         call()
         return
     search.workers = workers - workers // 2
+    calls: list[Callable[[], object]] = [call, partial(prepare_front, search, best, workers // 2)]
     try:
-        ahead = run_beside(call, partial(prepare_front, search, best, workers // 2), workers=workers)
+        ahead = cast("PreparedFront | None", run_together(calls)[1])
     finally:
         search.workers = workers
     if ahead is not None:
-        search.ahead.prepared |= ahead.evaluated
-        search.grids |= ahead.grids
-        search.holds |= ahead.holds
-        search.times |= ahead.times
-        for rows in ahead.recorded ^ frozenset(search.model.recorded):
-            search.drop_bounds(rows)  # one process has estimated its bounds, the other knows them
+        evaluated, grids = ahead
+        search.ahead.prepared |= evaluated
+        search.grids |= grids
 
 
 def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
-    """Search for a front in a forked process, whose own state of the search ends with it."""
+    """Search for a front in a forked process. Return what was evaluated and what was synthesised there."""
     search.workers, search.report = workers, lambda search, evaluation: None
     widen_front(search, best)
-    return PreparedFront(
-        evaluated=search.evaluated,
-        grids=search.grids,
-        holds=search.holds,
-        times=search.times,
-        recorded=frozenset(search.model.recorded),
-    )
+    return search.evaluated, search.grids
 
 
-def verified(
-    search: StrategySearch, limit: int, measure: int | None, proven: tuple[Directive, ...] | None = None
-) -> list[Evaluation]:
+def verified(search: StrategySearch, limit: int, measure: int | None) -> list[Evaluation]:
     """Return the shortest strategies that the job's optimizer can train, their plans proven once more.
 
-    measure: how many, and a given strategy that fits besides. None: one. proven: one for which that is done.
+    measure: how many, and a given strategy that fits besides. None: one.
     """
     fitting = [candidate for candidate in search.evaluated.values() if candidate.needs <= limit]
     fitting.sort(key=lambda candidate: candidate.step)  # of equal ones the first that was evaluated
@@ -280,8 +249,7 @@ def verified(
         if (enough and not besides) or any(candidate.strategy == one.strategy for one in chosen):
             continue
         try:
-            if candidate.strategy != proven:
-                verified_strategy(search.model, candidate.strategy)
+            search.model.compile(list(candidate.strategy), tried=False)
         except PiperError as error:
             refused = refused or error
             continue

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from piper.errors import WorkerError
-from piper.tuning.forked_calls import ForkedCall, run_beside, run_together, wait_for_any
+from piper.tuning.forked_calls import ForkedCall, run_together, wait_for_any
 from tests.warm import children
 
 
@@ -63,19 +63,6 @@ def test_a_process_that_is_killed() -> None:
         "tune: a process that evaluated a candidate was killed by SIGKILL\n"
         "  hint: often for want of memory: try --workers 1, or tune(..., workers=1)"
     )
-    assert none_is_left()
-
-
-def test_a_call_beside_another() -> None:
-    here: list[int] = []
-    other = run_beside(lambda: here.append(os.getpid()), os.getpid, workers=2)
-    assert here == [os.getpid()]
-    assert other not in (None, os.getpid())
-    assert run_beside(lambda: None, raises, workers=2) is None
-    with pytest.raises(ValueError, match="no"):
-        run_beside(raises, lambda: time.sleep(600), workers=2)
-    assert run_beside(lambda: here.append(0), os.getpid, workers=1) is None
-    assert here == [os.getpid(), 0]
     assert none_is_left()
 
 

@@ -337,7 +337,6 @@ def tuned(runs: tuple[TrialRun, ...], evaluated: tuple[Evaluation, ...], margin:
         limit=1000,
         machine="cpu",
         devices=2,
-        tag="LAYER",
         lowest=float("inf"),
         recorded=(8,),
         interrupted=False,

@@ -112,35 +112,41 @@ class Schedule:
 
 
 class _Clock:
-    """The state of a simulated step: what has started, and when each rank is free again."""
+    """The state of a simulated step: what has started, what can, and when each rank is free again."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tiny = TINY * sum(problem.duration) / problem.size
         self.start = [0.0] * problem.size
-        self.finish = [-1.0] * problem.size  # of each operation; -1: it has not started
+        self.missing = [len(needed) for needed in problem.before]  # of each operation: needs not started
+        self.ready = [0.0] * problem.size  # when it can start, by those of its needs that have started
+        self.known: list[list[int]] = [[] for _ in range(problem.ranks)]  # left, and nothing is missing
+        for operation, count in enumerate(self.missing):
+            if not count:
+                self.known[problem.rank[operation]].append(operation)
         self.rows: list[list[int]] = [[] for _ in range(problem.ranks)]
         self.free_at = [0.0] * problem.ranks
         self.held = [0] * problem.ranks  # bytes
         self.events = [(0.0, rank) for rank in range(problem.ranks)]  # (time, rank that looks for work)
 
-    def begin(self, operation: int, now: float, rank: int) -> float:
-        """Start an operation, and return when it ends."""
+    def begin(self, operation: int, now: float, rank: int) -> None:
+        """Start an operation, and let ranks look for work that have something to do by it."""
         problem = self.problem
         end = now + problem.duration[operation]
-        self.start[operation], self.finish[operation], self.free_at[rank] = now, end, end
+        self.start[operation], self.free_at[rank] = now, end
         # Nothing else starts on this rank before the end, so the bytes it frees can be taken off at once.
         self.held[rank] += problem.takes[operation] - problem.frees[operation]
         self.rows[rank].append(operation)
+        self.known[rank].remove(operation)
         heapq.heappush(self.events, (end, rank))
-        return end
-
-    def wake_readers(self, operation: int, now: float, rank: int) -> None:
-        """Let idle ranks that need an operation's result look for work: they now know when it ends."""
-        for reader, _ in self.problem.after[operation]:
-            other = self.problem.rank[reader]
-            if other != rank and self.free_at[other] <= now + self.tiny:
-                heapq.heappush(self.events, (now, other))
+        for reader, delay in problem.after[operation]:
+            self.missing[reader] -= 1
+            self.ready[reader] = max(self.ready[reader], end + delay)
+            if not self.missing[reader]:
+                other = problem.rank[reader]
+                self.known[other].append(reader)
+                if other != rank and self.free_at[other] <= now + self.tiny:
+                    heapq.heappush(self.events, (now, other))  # a busy rank looks for work at its end anyway
 
     def result(self) -> Schedule | None:
         """Return the schedule, or None where operations are left that can never start."""
@@ -178,81 +184,32 @@ class _Reserve:
         self.missing[rank][self.problem.microbatch[operation]] -= self.problem.takes[operation]
 
 
-class _Known:
-    """The operations of each rank whose needs have all started, so that it is known when they can start."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.missing = [len(needed) for needed in problem.before]
-        self.ready = [0.0] * problem.size
-        self.of_rank: list[list[int]] = [[] for _ in range(problem.ranks)]
-        for operation, count in enumerate(self.missing):
-            if not count:
-                self.of_rank[problem.rank[operation]].append(operation)
-
-    def update(self, operation: int, end: float) -> list[int]:
-        """Note when an operation ends, and return the ranks that have got something to do by it."""
-        self.of_rank[self.problem.rank[operation]].remove(operation)
-        ranks = []
-        for reader, delay in self.problem.after[operation]:
-            self.missing[reader] -= 1
-            self.ready[reader] = max(self.ready[reader], end + delay)
-            if not self.missing[reader]:
-                self.of_rank[self.problem.rank[reader]].append(reader)
-                ranks.append(self.problem.rank[reader])
-        return ranks
-
-
 def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0.0) -> Schedule | None:
     """Let each free rank run the operation with the smallest priority among those that are ready and fit.
 
     patience: a rank stays idle for an operation with a smaller priority that becomes ready within this share
     of the time of the best one it could run now. None is returned where the memory limit stops every rank.
     """
-    clock = _Clock(problem)
-    reserve, known = _Reserve(problem), _Known(problem)
+    clock, reserve = _Clock(problem), _Reserve(problem)
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        fitting = [each for each in known.of_rank[rank] if reserve.fits(each, rank, clock.held[rank])]
-        chosen, wake = choose(problem, priority, patience, known.ready, fitting, now + clock.tiny)
-        if chosen >= 0:
-            reserve.take(chosen, rank)
-            for other in known.update(chosen, clock.begin(chosen, now, rank)):
-                heapq.heappush(clock.events, (max(now, clock.free_at[other]), other))
-        elif wake < NEVER:
-            heapq.heappush(clock.events, (wake, rank))
-    return clock.result()
-
-
-def choose(
-    problem: Problem,
-    priority: Sequence[float],
-    patience: float,
-    ready: Sequence[float],
-    operations: Sequence[int],
-    now: float,
-) -> tuple[int, float]:
-    """Return the operation to run now, or -1 and when to look again."""
-    best = soon = -1
-    wake = NEVER
-    for operation in operations:
-        if ready[operation] <= now:
-            if best < 0 or priority[operation] < priority[best]:
-                best = operation
+        fitting = [each for each in clock.known[rank] if reserve.fits(each, rank, clock.held[rank])]
+        if not fitting:
+            continue
+        began = now + clock.tiny
+        best = min(fitting, key=lambda each: (clock.ready[each] > began, priority[each]))
+        until = began + patience * problem.duration[best]
+        soon = [each for each in fitting if began < clock.ready[each] < until]
+        if clock.ready[best] > began:
+            heapq.heappush(clock.events, (min(clock.ready[each] for each in fitting), rank))
+        elif soon and priority[first := min(soon, key=priority.__getitem__)] < priority[best]:
+            heapq.heappush(clock.events, (clock.ready[first], rank))
         else:
-            wake = min(wake, ready[operation])
-            if soon < 0 or priority[operation] < priority[soon]:
-                soon = operation
-    if (
-        best >= 0
-        and soon >= 0
-        and priority[soon] < priority[best]
-        and ready[soon] - now < patience * problem.duration[best]
-    ):
-        return -1, ready[soon]
-    return best, wake
+            reserve.take(best, rank)
+            clock.begin(best, now, rank)
+    return clock.result()
 
 
 def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> Schedule | None:
@@ -274,7 +231,7 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
             continue
         operation = sequences[rank][0] if sequences[rank] else -1
         weights = owed[rank][0] if owed[rank] else -1
-        wake = ready_at(problem, clock.finish, operation) if operation >= 0 else NEVER
+        wake = NEVER if operation < 0 or clock.missing[operation] else clock.ready[operation]
         if operation >= 0 and clock.held[rank] + problem.takes[operation] > problem.limits[rank]:
             if weights < 0:
                 return None
@@ -289,15 +246,4 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
         if problem.kind[operation] == I:
             owed[rank].append(problem.after[operation][-1][0])
         clock.begin(operation, now, rank)
-        clock.wake_readers(operation, now, rank)
     return clock.result()
-
-
-def ready_at(problem: Problem, finish: Sequence[float], operation: int) -> float:
-    """Return when all that an operation needs is there; infinity where something has not started."""
-    ready = 0.0
-    for needed, delay in problem.before[operation]:
-        if finish[needed] < 0:
-            return NEVER
-        ready = max(ready, finish[needed] + delay)
-    return ready

@@ -1,4 +1,4 @@
-"""Search for a short schedule: greedy rules, building blocks, justification, moves on the critical path.
+"""Search for a short schedule: greedy ones at a steady pace, justification, moves on the critical path.
 
 Deterministic: the budget is a number of trials, each one simulated step, and the random numbers have a seed.
 """
@@ -6,26 +6,16 @@ Deterministic: the budget is a number of trials, each one simulated step, and th
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from random import Random
 
-from piper.schedules.synthesis.blocks import (
-    KNOWN,
-    BuildingBlock,
-    neighbour,
-    priorities,
-    random_block,
-    times_of,
-)
-from piper.schedules.synthesis.list_schedulers import Problem, Schedule, W, by_priority, in_sequence
+from piper.schedules.synthesis.list_schedulers import F, Problem, Schedule, W, by_priority, in_sequence
 
 CLOSE = 1e-9  # a relative difference of makespans that is rounding
+PACES = (0.5, 1.0, 1.5, 2.0, 3.0)  # of greedy schedules, against one in which nothing waits
 PATIENCE = 1.01  # a rank waits for about as long as what it could run instead takes
-GAPS = (0.5, 1.0)
-STALE_BLOCKS = 12  # steps without a shorter block before another start
-STALE_MOVES = 300  # moves without a shorter schedule before another start
 WARMTH = 0.0015  # of the annealing, as a share of the makespan
-POOL = 8  # the schedules that moves start from
+KEPT = 4  # of the shortest schedules
 
 
 Found = tuple[Schedule, Sequence[float]]  # a schedule, and the times whose order gave it
@@ -39,28 +29,20 @@ class Search:
     bound: float
     trials: int  # that are left
     random: Random = field(default_factory=lambda: Random(0))
-    found: list[Found] = field(default_factory=list)
-    best: Schedule | None = None
+    found: list[Found] = field(default_factory=list)  # the shortest, in order
 
     @property
     def done(self) -> bool:
         """Return whether the budget is spent or the bound is reached."""
-        return self.trials <= 0 or (self.best is not None and self.best.end <= self.bound * (1 + CLOSE))
+        return self.trials <= 0 or any(each.end <= self.bound * (1 + CLOSE) for each, _ in self.found[:1])
 
     def note(self, schedule: Schedule | None, times: Sequence[float] | None = None) -> Schedule | None:
-        """Count one trial, and remember its schedule if there is one."""
+        """Count one trial, and keep its schedule if it is one of the shortest."""
         self.trials -= 1
         if schedule is not None:
-            self.found.append((schedule, schedule.start if times is None else times))
-            if self.best is None or schedule.end < self.best.end * (1 - CLOSE):
-                self.best = schedule
+            found = schedule, schedule.start if times is None else times
+            self.found = sorted([*self.found, found], key=lambda each: each[0].end)[:KEPT]
         return schedule
-
-    def shortest(self) -> list[Found]:
-        """Return the shortest schedules found, and forget those that are much longer."""
-        ordered = sorted(self.found, key=lambda found: found[0].end)
-        self.found = ordered[: 4 * POOL]
-        return ordered[:POOL]
 
 
 def search(problem: Problem, bound: float, trials: int, named: Iterable[Schedule] = ()) -> Schedule | None:
@@ -68,45 +50,47 @@ def search(problem: Problem, bound: float, trials: int, named: Iterable[Schedule
     state = Search(problem=problem, bound=bound, trials=trials)
     for schedule in named:
         state.note(schedule)
-    for priority, patience in product(priorities(problem), (0.0, PATIENCE)):  # every greedy rule
+    for slowness, patience in product(PACES, (0.0, PATIENCE)):
         if not state.done:
-            state.note(by_priority(problem, priority, patience))
-    try_blocks(state, state.trials // 2)
-    for schedule, _ in state.shortest()[: POOL // 2]:
+            state.note(by_priority(problem, rhythm(problem, slowness), patience))
+    for slowness in PACES:
+        if not state.done:
+            times = rhythm(problem, slowness)
+            state.note(in_sequence(problem, times), times)
+    for schedule, _ in state.found:
         justify(state, schedule)
     make_moves(state)
-    return state.best
+    return state.found[0][0] if state.found else None
 
 
-def try_blocks(state: Search, trials: int) -> None:
-    """Climb from the known building blocks, and then from random ones, for a number of trials."""
-    tried: dict[BuildingBlock, float] = {}
-    starts = list(reversed(KNOWN))
-    until = state.trials - trials
+def rhythm(problem: Problem, slowness: float) -> list[float]:
+    """Let a microbatch enter at each beat of the busiest rank, and walk the stages at a steady pace."""
+    costs = problem.costs
+    stages = range(problem.stages)
+    hops = [costs.hop_between(stage, stage + 1) for stage in stages[:-1]]
+    down = list(accumulate((costs.forward[stage] + hops[stage] for stage in stages[:-1]), initial=0.0))
+    turn = down[-1] + costs.forward[-1]
+    up = list(accumulate((costs.inputs[s + 1] + hops[s] for s in reversed(stages[:-1])), initial=0.0))[::-1]
+    period = beat(problem)
 
-    def value(block: BuildingBlock) -> float:
-        if block not in tried:
-            times = times_of(state.problem, block)
-            ends = [math.inf]
-            for gap in GAPS:
-                if schedule := state.note(in_sequence(state.problem, times, gap), times):
-                    ends.append(schedule.end)
-            tried[block] = min(ends)
-        return tried[block]
+    def place(operation: int) -> float:
+        kind, stage = problem.kind[operation], problem.stage[operation]
+        way = down[stage] if kind == F else turn + up[stage]
+        late = period * problem.stages * slowness if kind == W else 0.0
+        return problem.microbatch[operation] * period + way * slowness + late
 
-    while not state.done and state.trials > until:
-        block = starts.pop() if starts else random_block(state.random)
-        end, stale = value(block), 0
-        for _ in range(20 * STALE_BLOCKS):  # a small problem may have no untried neighbour left
-            if stale >= STALE_BLOCKS or state.done or state.trials <= until:
-                break
-            other = neighbour(block, state.random)
-            stale = 0 if value(other) < end else stale + 1
-            if value(other) <= end:
-                block, end = other, value(other)
+    return [place(operation) for operation in range(problem.size)]
 
 
-def justify(state: Search, schedule: Schedule) -> Schedule:
+def beat(problem: Problem) -> float:
+    """Return the time that one microbatch takes on the busiest rank."""
+    work = [0.0] * problem.ranks
+    for operation, time in enumerate(problem.duration):
+        work[problem.rank[operation]] += time
+    return max(work) / problem.microbatches
+
+
+def justify(state: Search, schedule: Schedule) -> None:
     """Schedule backwards in the order of finishing times, then forwards again, while that helps.
 
     So operations shift to the right and back to the left, which closes gaps.
@@ -117,12 +101,11 @@ def justify(state: Search, schedule: Schedule) -> Schedule:
         late = by_priority(backwards, [-end for end in ends_of(problem, schedule.start)])
         state.trials -= 1
         if late is None:
-            return schedule
+            return
         early = state.note(by_priority(problem, [-end for end in ends_of(problem, late.start)]))
         if early is None or early.end >= schedule.end * (1 - CLOSE):
-            return schedule
+            return
         schedule = early
-    return schedule
 
 
 def ends_of(problem: Problem, start: Sequence[float]) -> list[float]:
@@ -133,29 +116,18 @@ def ends_of(problem: Problem, start: Sequence[float]) -> list[float]:
 def make_moves(state: Search) -> None:
     """Anneal: change the order of F and BI a little, keep what is shorter and now and then what is longer."""
     problem, random = state.problem, state.random
-    pool = state.shortest()
-    if not pool:
+    if not state.found:
         return
-    current, stale = pool[0], 0
+    current = state.found[0]
     while not state.done:
-        best = state.best
         times = move(problem, current, random)
-        if random.random() < 0.15:
-            schedule = state.note(by_priority(problem, times, random.choice((0.0, 0.5, PATIENCE))))
-            if schedule is not None and schedule.end <= current[0].end * 1.01:
-                schedule = justify(state, schedule)
-            times = list(schedule.start) if schedule is not None else times
-        else:
-            schedule = state.note(in_sequence(problem, times, random.choice((0.5, 0.5, 1.0, 0.01))), times)
+        schedule = state.note(in_sequence(problem, times, random.choice((0.5, 0.5, 1.0, 0.01))), times)
         if schedule is None:
             continue
         end, before = schedule.end, current[0].end
         longer = end > before * (1 + CLOSE)  # which is seldom kept
         if not longer or random.random() < math.exp((before - end) / (WARMTH * before)):
             current = schedule, times
-        stale = 0 if state.best is not best else stale + 1
-        if stale > STALE_MOVES:
-            current, stale = random.choice(state.shortest()), 0
 
 
 def move(problem: Problem, found: Found, random: Random) -> list[float]:
@@ -165,15 +137,9 @@ def move(problem: Problem, found: Found, random: Random) -> list[float]:
         for first, second in random.sample(swaps, min(len(swaps), random.choice((1, 1, 2, 3)))):
             times[first], times[second] = times[second], times[first]
         return times
-    return shifted(problem, list(found[1]), found[0].end, random)
-
-
-def shifted(problem: Problem, times: list[float], end: float, random: Random) -> list[float]:
-    """Return the times with one pass of a stage, a few operations, a window or everything moved at random."""
+    times = list(found[1])
     mean = sum(problem.duration) / problem.size
-    moved = [operation for operation, kind in enumerate(problem.kind) if kind != W]
-    choice = random.random()
-    if choice < 0.35:
+    if random.random() < 0.5:  # one pass of a stage, on all microbatches or some
         kind, stage = random.randrange(W), random.randrange(problem.stages)
         first, last = 0, problem.microbatches
         if random.random() < 0.5:
@@ -182,17 +148,10 @@ def shifted(problem: Problem, times: list[float], end: float, random: Random) ->
         shift = random.gauss(0, 2 * mean)
         for microbatch in range(first, last):
             times[problem.number(kind, stage, microbatch)] += shift
-    elif choice < 0.75:
+    else:
+        moved = [operation for operation, kind in enumerate(problem.kind) if kind != W]
         for _ in range(random.choice((1, 1, 2, 3, 6))):
             times[random.choice(moved)] += random.gauss(0, 2 * mean)
-    else:
-        whole = choice >= 0.9
-        first_time = -math.inf if whole else random.random() * end
-        last_time = math.inf if whole else first_time + random.random() * end / 4
-        spread = mean * random.choice((0.3, 0.6, 1.0) if whole else (0.5, 1.0, 2.0))
-        for operation in moved:
-            if first_time <= times[operation] <= last_time:
-                times[operation] += random.gauss(0, spread)
     return times
 
 

@@ -51,19 +51,16 @@ def synthesise(
     check_inputs(costs, placement, memory)
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
-    named = [  # without pairs: their members in the order in which a rank starts them
-        Grid(rows=tuple(tuple((action,) for group in row for action in group) for row in grid.rows))
-        for grid in named_grids(placement, microbatches)
-    ]
+    named = list(named_grids(placement, microbatches))
     stages = (placement.stages_of(rank) for rank in range(placement.count))
     least_memory = Grid(rows=tuple(one_by_one(mine, microbatches) for mine in stages))
-    candidates = [grid for grid in (*named, least_memory) if memory is None or within(grid, memory)]
+    candidates = [grid for grid in (*named, least_memory) if within(grid, memory)]
     seeds = (schedule_of(problem, grid, memory) for grid in named)
     found = search(problem, least, trials, [seed for seed in seeds if seed is not None])
     if found is not None:
         candidates.insert(0, grid_of(problem, found))
-    ends = [makespan(grid, costs) for grid in candidates]
-    end, grid = min(ends), candidates[ends.index(min(ends))]
+    grid = min(candidates, key=lambda grid: makespan(grid, costs))
+    end = makespan(grid, costs)
     assert least <= end * (1 + CLOSE), f"a schedule of {end} beats the bound of {least}"
     return Synthesised(orders(grid, stage=stage, part=part), grid, costs, end, min(least, end))
 
@@ -111,7 +108,7 @@ def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None)
 
 
 def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
-    """Yield the named schedules that put the same stages on the same ranks."""
+    """Yield the named schedules that put the same stages on the same ranks, the members of pairs in turn."""
     ranks, stages = placement.count, len(placement.ranks)
     if stages % ranks:
         return
@@ -121,7 +118,8 @@ def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
         except ScheduleError:
             continue  # this schedule does not exist with so many stages, or so few microbatches
         if all(placement.ranks[action.stage] == rank for rank, action in grid.actions()):
-            yield grid
+            rows = (tuple((action,) for group in row for action in group) for row in grid.rows)
+            yield Grid(rows=tuple(rows))
 
 
 def one_by_one(stages: Sequence[int], microbatches: int) -> Row:
@@ -133,15 +131,17 @@ def one_by_one(stages: Sequence[int], microbatches: int) -> Row:
     return tuple(row)
 
 
-def within(grid: Grid, memory: Memory) -> bool:
+def within(grid: Grid, memory: Memory | None) -> bool:
     """Return whether every rank stays within its limit."""
-    return all(peak <= memory.limit_of(rank) for rank, peak in enumerate(peak_bytes(grid, memory)))
+    return memory is None or all(
+        peak <= memory.limit_of(rank) for rank, peak in enumerate(peak_bytes(grid, memory))
+    )
 
 
 def schedule_of(problem: Problem, grid: Grid, memory: Memory | None) -> Schedule | None:
     """Return a grid without pairs as a schedule, each backward in its two halves. None: it does not fit."""
     split = Grid(rows=tuple(tuple(half for group in row for half in halves(*group)) for row in grid.rows))
-    if memory is not None and not within(split, memory):
+    if not within(split, memory):
         return None
     number = {action: operation for operation, action in enumerate(problem.actions)}
     rows = tuple(tuple(number[action] for (action,) in row) for row in split.rows)
