@@ -48,7 +48,7 @@ from piper.ir.format import count
 NETWORK = {  # of both sides
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
-    # With more than one thread and socket for each connection the threads of four ranks fill the host's cores.
+    # With several threads and sockets for each connection those of four ranks fill the host's cores.
     "NCCL_SOCKET_NTHREADS": "1",
     "NCCL_NSOCKS_PERTHREAD": "1",
 }
