@@ -115,7 +115,7 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
-    saved: list[BucketUpdate] = []
+    saved: list[Bucket] = []
     written = set[str]()
     _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in plans.buckets.values():
