@@ -53,102 +53,77 @@ class ParameterPart:
         return local_sizes(whole, self.shardings) if self.run is None else (self.run[1] - self.run[0],)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The parameters of one device's optimizer, in order."""
-
-    device: int
-    parts: tuple[ParameterPart, ...]
+Parts = tuple[ParameterPart, ...]  # that the optimizer of one device is given, in order
 
 
 def classes_of(buckets: Iterable[BucketUpdate]) -> list[tuple[tuple[int, ...], tuple[BucketUpdate, ...]]]:
-    """Return the devices that hold the same trained buckets, with these buckets, in the order of the plan."""
+    """Return the devices that hold the same buckets, with these buckets, in the order of the plan."""
     by_device: dict[int, list[BucketUpdate]] = {}
     for bucket in buckets:
-        if bucket.trainable:
-            for device in bucket.devices:
-                by_device.setdefault(device, []).append(bucket)
+        for device in bucket.devices:
+            by_device.setdefault(device, []).append(bucket)
     classes: dict[tuple[str, ...], tuple[list[int], tuple[BucketUpdate, ...]]] = {}
     for device, mine in by_device.items():
         classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
     return [(tuple(devices), mine) for devices, mine in classes.values()]
 
 
-def view_of(device: int, buckets: Iterable[BucketUpdate], sizes: Sizes) -> View:
-    """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
-    parts: list[ParameterPart] = []
-    for bucket in buckets:
-        shard = bucket.rank(device), bucket.group_size
-        parts += cut(bucket, sizes, shard, bucket.devices.index(device))
-    return View(device=device, parts=tuple(parts))
+def parts_on(device: int, buckets: Iterable[BucketUpdate]) -> Parts:
+    """Return what the optimizer of a device is given of these buckets."""
+    return tuple(
+        ParameterPart(
+            name=piece.name,
+            shardings=piece.shardings,
+            position=bucket.devices.index(device) if piece.shardings else 0,
+            run=(low - piece.offset, high - piece.offset) if bucket.zero and not bucket.bounds else None,
+        )
+        for bucket in buckets
+        for piece, low, high in bucket.pieces_in(*bucket.owned(device))
+    )
 
 
-def small_views(device: int, buckets: Sequence[BucketUpdate], sizes: Sizes) -> Iterator[View]:
-    """Yield what devices like this one are given in miniature: one view for each rank among few shards."""
-    # Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
+def small_parts(buckets: Sequence[BucketUpdate], sizes: Sizes) -> Iterator[Parts]:
+    """Yield what devices are given of buckets in miniature, for each place among few shards and slices."""
 
     def cuts(bucket: BucketUpdate) -> tuple[int, int]:
         slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, slices
 
     for number in range(max(math.prod(cuts(bucket)) for bucket in buckets)):
-        parts: list[ParameterPart] = []
-        for bucket in buckets:
-            shards, slices = cuts(bucket)
-            for piece in bucket.pieces:
-                small = replace(piece, shardings=small_shardings(piece.shardings))
-                alone = replace(bucket, pieces=(small,))
-                parts += cut(alone, sizes, (number // slices % shards, shards), number % slices)
-        yield View(device=device, parts=tuple(parts))
+        given = (small_pieces(bucket, sizes, number, *cuts(bucket)) for bucket in buckets)
+        yield tuple(part for parts in given for part in parts)
 
 
-def cut(bucket: BucketUpdate, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
-    """Yield what a device holds of a bucket whose parameters have these sizes.
-
-    shard: the device's place among the shards, and of how many. position: among those that slice parameters.
-    """
-    slices = [
-        ParameterPart(name=piece.name, shardings=piece.shardings, position=position if piece.shardings else 0)
-        for piece in bucket.pieces
-    ]
-    if not bucket.zero:
-        yield from slices
-        return
-    if bucket.bounds:
-        for piece, part in zip(bucket.pieces, slices, strict=True):
-            if bucket.owner(piece) % shard[1] == shard[0]:
-                yield part
-        return
-    lengths = [math.prod(part.shape(sizes[part.name])) for part in slices]
-    own = -(-sum(lengths) // shard[1])
-    start, offset = shard[0] * own, 0
-    for part, length in zip(slices, lengths, strict=True):
-        low, high = max(offset, start), min(offset + length, start + own)
-        if low < high:
-            yield replace(part, run=(low - offset, high - offset))
-        offset += length
+def small_pieces(
+    bucket: BucketUpdate, sizes: Sizes, number: int, shards: int, slices: int
+) -> Iterator[ParameterPart]:
+    """Yield a device's parts of a bucket in miniature, of which every parameter is cut, by shards too."""
+    rank, position = number // slices % shards, number % slices
+    for piece in bucket.pieces:
+        held = small_shardings(piece.shardings)
+        part = ParameterPart(name=piece.name, shardings=held, position=position if held else 0)
+        length = math.prod(part.shape(sizes[piece.name]))
+        own = -(-length // shards)
+        if not bucket.zero or (bucket.bounds and bucket.owner(piece) % shards == rank):
+            yield part
+        elif not bucket.bounds and rank * own < length:
+            yield replace(part, run=(rank * own, min(length, (rank + 1) * own)))
 
 
-def whole_view(names: Iterable[str]) -> View:
+def whole_view(names: Iterable[str]) -> Parts:
     """Return what an optimizer is given in plain PyTorch: every parameter, whole, in the model's order."""
-    return View(device=-1, parts=tuple(ParameterPart(name=name) for name in names))
+    return tuple(ParameterPart(name=name) for name in names)
 
 
-def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
-    """Return the names of a view's parts, with tensors of their true shapes that take no memory."""
+def hollow(parts: Parts, sizes: Sizes) -> list[tuple[str, Tensor]]:
+    """Return the names of some parts, with tensors of their true shapes that take no memory."""
     mode, device = FakeTensorMode(), torch.device("cpu")
 
     def empty(shape: tuple[int, ...]) -> Tensor:  # `torch.empty` in the mode takes three times as long
         tensor: Tensor = FakeTensor(mode, torch.empty(shape, device="meta"), device)
         return tensor.requires_grad_()
 
-    return [(part.name, empty(part.shape(sizes[part.name]))) for part in view.parts]
-
-
-def true_sizes(buckets: Iterable[BucketUpdate]) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the parameters in these buckets."""
-    pieces = (piece for bucket in buckets for piece in bucket.pieces)
-    return {piece.name: whole_sizes(piece.shape, piece.shardings) for piece in pieces}
+    return [(part.name, empty(part.shape(sizes[part.name]))) for part in parts]
 
 
 def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
@@ -209,7 +184,7 @@ def build_optimizer(
     try:
         optimizer = make_optimizer(make, whole)
     except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError | TypeError):
+        if not looks_at_values(error):
             raise
         return make_optimizer(make, held) if held else None
     if optimizer.state:
@@ -223,6 +198,11 @@ def build_optimizer(
         if "param_names" in group:
             group["param_names"] = here
     return optimizer
+
+
+def looks_at_values(error: ConfigError) -> bool:
+    """Return whether a user's function may have failed because stand-ins have no values."""
+    return isinstance(error.__cause__, RuntimeError | TypeError)
 
 
 def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
@@ -311,29 +291,20 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
         advance(scheduler, make, step)
 
 
-def empty_optimizer(
-    make: MakeOptimizer, buckets: Iterable[BucketUpdate], sizes: Sizes | None = None
-) -> Optimizer | None:
+def empty_optimizer(make: MakeOptimizer, sizes: Sizes) -> Optimizer | None:
     """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
 
-    sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
+    sizes: of all parameters that plain PyTorch gives to the optimizer.
     """
-    trained = [bucket for bucket in buckets if bucket.trainable]
-    if not trained:
+    if not sizes:
         return None
-    sizes = true_sizes(trained) if sizes is None else sizes
     try:
         return make_optimizer(make, hollow(whole_view(sizes), sizes))
     except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError | TypeError):  # of one that looks at values
+        if not looks_at_values(error):
             raise
-    devices, mine = classes_of(trained)[0]
-    small = small_sizes(sizes, trained)
-    view = next(small_views(devices[0], mine, small))
-    return make_optimizer(
-        make,
-        [(part.name, torch.zeros(part.shape(small[part.name]), requires_grad=True)) for part in view.parts],
-    )
+    small = small_sizes(sizes, ())
+    return make_optimizer(make, [(n, torch.zeros(size, requires_grad=True)) for n, size in small.items()])
 
 
 def is_ours(optimizer: Optimizer) -> bool:
