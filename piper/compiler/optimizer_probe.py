@@ -29,10 +29,7 @@ from piper.runtime.trainers import (
     build_optimizer,
     classes_of,
     empty_optimizer,
-    hollow,
     is_ours,
-    looks_at_values,
-    make_optimizer,
     parts_on,
     small_parts,
     small_sizes,
@@ -45,8 +42,6 @@ STEPS = 4
 CLOSE = 1e-5  # of how far an element moved
 ROUNDING = 1e-9  # of how far its tensor moved
 RATE = 1e-2  # in place of a rate of 0, under which nothing moves
-Options = Mapping[str, object]  # of a group of parameters
-Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +64,6 @@ class Trial:
     gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
 
 
-class UnlikeError(Exception):
-    """An optimizer that computes another update on a device than on the whole model."""
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
@@ -86,10 +77,7 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
-    """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
-
-    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
-    """
+    """Step an optimizer on small parameters; refuse one that would train otherwise on the job's devices."""
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return OptimizerFacts(state_bytes=0)
@@ -114,23 +102,18 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketU
             facts={"devices": show(everyone), "but": f"{drawn.name} is updated in another way each time"},
             hint="use an optimizer whose step depends on gradients and its own state only",
         )
-    groups = groups_of_parts(make, whole, sizes) if apart else None
     for devices, mine in apart:
-        try:
-            if groups is not None:
-                for device in dict.fromkeys((devices[0], devices[-1])):
-                    check_groups(make, device, parts_on(device, mine), sizes, groups)
-            for parts in filter(None, small_parts(mine, small)):  # a device of padding has no optimizer
-                check_steps(trial, parts, expected)
-        except UnlikeError as error:
+        tried = filter(None, small_parts(mine, small))  # a device of padding only has no optimizer
+        why = next(filter(None, (difference(trial, parts, expected) for parts in tried)), None)
+        if why is not None:
             count = sum(len(bucket.pieces) for bucket in mine)
             raise ConfigError(
                 f"{probe.name} cannot work where a device does not hold all parameters in order",
                 by=named("optimizer", make),
-                facts={"devices": f"{show(devices)} hold {count} parameters", "but": str(error)},
+                facts={"devices": f"{show(devices)} hold {count} parameters", "but": why},
                 hint="clip with the job's clip_norm, and give each parameter the same options wherever it "
                 "is: by its shape, not by its place in the list",
-            ) from error
+            )
     return probe
 
 
@@ -144,27 +127,6 @@ def facts_of(optimizer: Optimizer, count: int) -> OptimizerFacts:
     )
     name = type(optimizer).__name__
     return OptimizerFacts(state_bytes=kept // max(1, count), name=name, ours=is_ours(optimizer))
-
-
-def groups_of_parts(make: MakeOptimizer, parts: Parts, sizes: Sizes) -> Groups | None:
-    """Return the options of the group that a function puts each part in: see `build_optimizer`.
-
-    None: it looks at values, which stand-ins do not have; or it is never given parts.
-    """
-    tensors = hollow(parts, sizes)
-    try:
-        optimizer = make_optimizer(make, tensors)
-    except ConfigError as error:
-        if looks_at_values(error):
-            return None
-        raise
-    if not optimizer.state:
-        return None
-    by_tensor: dict[int, Options] = {}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        by_tensor |= {id(tensor): options for tensor in group["params"]}
-    return {name: by_tensor.get(id(tensor)) for name, tensor in tensors}
 
 
 def trial_of(
@@ -226,62 +188,26 @@ def unlike(parts: Parts, found: Sequence[Tensor], expected: Sequence[Tensor]) ->
     for part, got, wanted in zip(parts, found, expected, strict=True):
         if not wanted.numel():
             continue
-        limit = CLOSE * wanted.abs() + ROUNDING * wanted.abs().nan_to_num().max()
-        close = (got - wanted).abs() <= limit
-        if not bool((close | (got.isnan() & wanted.isnan())).all()):
+        least = ROUNDING * float(wanted.abs().nan_to_num().max())
+        if not torch.isclose(got, wanted, rtol=CLOSE, atol=least, equal_nan=True).all():
             return part
     return None
 
 
-def check_groups(make: MakeOptimizer, device: int, parts: Parts, sizes: Sizes, groups: Groups) -> None:
-    """Refuse a device whose parameters get other options than in the whole model."""
-    if not parts:
-        return
-    with refusing(f"device {device}"):
-        here = groups_of_parts(make, parts, sizes)
-    for part in parts:
-        if here is not None and not same(here[part.name], groups[part.name]):
-            where = f"on device {device} {difference(here[part.name], groups[part.name])}"
-            raise UnlikeError(f"{part.name} is in another group: {where}")
-
-
-def same(one: object, other: object) -> bool:
-    """Return whether two options are equal, tensors among them."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and bool(torch.equal(one, other))
-    return type(one) is type(other) and one == other
-
-
-def difference(here: Options | None, there: Options | None) -> str:
-    """Return how the options of a group differ, in words."""
-    if here is None or there is None:
-        return "it is in no group" if here is None else "it is in a group, in the whole model in none"
-    keys = [key for key in there if not same(here.get(key), there[key])] or [*here]
-    return f"{keys[0]}={here.get(keys[0])}, in the whole model {keys[0]}={there.get(keys[0])}"
-
-
-def check_steps(trial: Trial, parts: Parts, expected: Sequence[Tensor]) -> None:
-    """Refuse a device whose parameters move in another way than in the whole model."""
+def difference(trial: Trial, parts: Parts, expected: Sequence[Tensor]) -> str | None:
+    """Return why an optimizer does not move parts as in the whole model. None: it does."""
     wanted = dict(zip(trial.start, expected, strict=True))
-    with refusing("a device"):
-        found = moved(trial, parts)
-    part = unlike(parts, found, [part.of(wanted[part.name]) for part in parts])
-    if part is not None:
-        why = f"{part.name} is updated in another way where only some parameters are held"
-        raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
-
-
-@contextmanager
-def refusing(who: str) -> Iterator[None]:
-    """Say that an optimizer refuses what somebody holds."""
     try:
-        yield
+        found = moved(trial, parts)
     except ConfigError as error:
         cause = error.__cause__
         why = said(cause) if cause is not None else str(error).splitlines()[0]
-        raise UnlikeError(f"it refuses what {who} holds: {why}") from error
+        return f"it refuses what a device holds: {why}"
+    part = unlike(parts, found, [part.of(wanted[part.name]) for part in parts])
+    if part is None:
+        return None
+    why = f"{part.name} is updated in another way where only some parameters are held"
+    return f"{why}: it looks at more than one tensor, or at the order of them"
 
 
 def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:
@@ -313,27 +239,21 @@ def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
 
 
 def check_offloaded(probe: OptimizerFacts, graph: Graph, sliced: Mapping[str, str]) -> None:
-    """Refuse to offload the state of an optimizer that may not be stepped bucket by bucket.
-
-    Nor that of parameters that are updated in full. sliced: one of them, by chunk.
-    """
-    offloaded = graph.chosen(lambda options: options.offload_state)
-    for chunk, offload in offloaded.items():
+    """Refuse to offload state that is not stepped bucket by bucket, or of what is updated in full."""
+    for chunk, offload in graph.chosen(lambda options: options.offload_state).items():
+        by = graph.directives[offload.by].title
         if chunk in sliced:
+            why = "one device updates it in full, and gives the others their slices"
             raise ScheduleError(
                 f"the state of {probe.name} for sharded parameters cannot be offloaded",
-                by=graph.directives[offload.by].title,
-                facts={
-                    "parameter": sliced[chunk],
-                    "why": "one device updates it in full, and gives the others their slices",
-                },
+                by=by,
+                facts={"parameter": sliced[chunk], "why": why},
                 hint="use an elementwise optimizer such as AdamW, or leave this directive out",
             )
-    if offloaded and not probe.ours:
-        by = next(iter(offloaded.values())).by
-        raise ScheduleError(
-            f"the state of {probe.name} cannot be offloaded",
-            by=graph.directives[by].title,
-            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
-            hint="use an optimizer of torch.optim, or leave this directive out",
-        )
+        if not probe.ours:
+            raise ScheduleError(
+                f"the state of {probe.name} cannot be offloaded",
+                by=by,
+                facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+                hint="use an optimizer of torch.optim, or leave this directive out",
+            )

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
-from piper.plan.updates import BucketUpdate
+from piper.plan.updates import BucketUpdate, sharers
 from piper.process.usercode import named, raised
 from piper.runtime.bucket_layout import own_slice
 
@@ -62,10 +62,8 @@ def classes_of(buckets: Iterable[BucketUpdate]) -> list[tuple[tuple[int, ...], t
     for bucket in buckets:
         for device in bucket.devices:
             by_device.setdefault(device, []).append(bucket)
-    classes: dict[tuple[str, ...], tuple[list[int], tuple[BucketUpdate, ...]]] = {}
-    for device, mine in by_device.items():
-        classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
-    return [(tuple(devices), mine) for devices, mine in classes.values()]
+    classes = sharers({device: tuple(b.name for b in mine) for device, mine in by_device.items()})
+    return [(tuple(devices), tuple(by_device[devices[0]])) for devices in classes.values()]
 
 
 def parts_on(device: int, buckets: Iterable[BucketUpdate]) -> Parts:
@@ -176,7 +174,7 @@ def build_optimizer(
 
     The user's function sees every parameter of the model with its name and original shape, so that its groups
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
-    values, or an optimizer that makes its state at once, gets the parts themselves.
+    values gets the parts themselves, and so does one again whose optimizer makes its state at once.
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
@@ -187,16 +185,19 @@ def build_optimizer(
         if not looks_at_values(error):
             raise
         return make_optimizer(make, held) if held else None
+    names, parts = {id(tensor): name for name, tensor in whole}, dict(held)
+    groups = optimizer.param_groups
     if optimizer.state:
-        return make_optimizer(make, held) if held else None
-    names = {id(tensor): name for name, tensor in whole}
-    parts = dict(held)
-    for group in optimizer.param_groups:
+        if not held:
+            return None
+        optimizer = make_optimizer(make, held)
+    for group in groups:
         found = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
         here = [name for name in found if name in parts]
         group["params"] = [parts[name] for name in here]
         if "param_names" in group:
             group["param_names"] = here
+    optimizer.param_groups[:] = groups
     return optimizer
 
 
@@ -206,11 +207,7 @@ def looks_at_values(error: ConfigError) -> bool:
 
 
 def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
-    """Call the user's `optimizer`, and refuse what it gives where that cannot train on devices.
-
-    It gets the parameters, of which `named_parameters()` gives the names; or pairs of a name and a parameter,
-    if its argument has a name like `named`.
-    """
+    """Call the user's `optimizer`, with pairs if it takes these, and refuse what cannot train on devices."""
     with telling("optimizer() failed", make, f"it is called with a list of all parameters: {OPTIMIZER}"):
         made = make(list(named_params) if takes_pairs(make) else Parameters(named_params))  # type: ignore[arg-type]
     by, kind = named("optimizer", make), type(made).__name__
@@ -292,10 +289,7 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
 
 
 def empty_optimizer(make: MakeOptimizer, sizes: Sizes) -> Optimizer | None:
-    """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
-
-    sizes: of all parameters that plain PyTorch gives to the optimizer.
-    """
+    """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained."""
     if not sizes:
         return None
     try:
