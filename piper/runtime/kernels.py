@@ -8,22 +8,12 @@ from torch import Tensor
 
 from piper.plan.instr import Instr
 from piper.plan.ops import Op, Routing, Rows
+from piper.runtime import gradients
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env
 from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
-from piper.runtime.gradients import (
-    accumulate,
-    all_reduce,
-    broadcast,
-    gather,
-    norm,
-    reduce_scatter,
-    reshard,
-    total,
-    update,
-)
 from piper.runtime.group_means import average, merge
 from piper.runtime.host_copies import fetch, mirror, offload, protect
 
@@ -136,11 +126,11 @@ def exchange(env: Env, ins: Instr) -> Bound:
     group, slots = env.group(ins), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
-    outward, gradients = ins.payload.outward, ins.payload.run.phase != "F"
+    outward, backward = ins.payload.outward, ins.payload.run.phase != "F"
 
     def run() -> None:
         value, how = cast(Tensor, slots[rows]), cast("Splits | Blocks", slots[splits])
-        slots[target] = how.outward(group, value, gradients=gradients) if outward else how.back(group, value)
+        slots[target] = how.outward(group, value, gradients=backward) if outward else how.back(group, value)
 
     return run
 
@@ -158,17 +148,17 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "collect": collect,
     "shift": collect,
     "slice": collect,
-    "gather": gather,
-    "accumulate": accumulate,
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "reshard": reshard,
-    "norm": norm,
-    "total": total,
-    "update": update,
+    "gather": gradients.gather,
+    "accumulate": gradients.accumulate,
+    "all_reduce": gradients.all_reduce,
+    "reduce_scatter": gradients.reduce_scatter,
+    "reshard": gradients.reshard,
+    "norm": gradients.norm,
+    "total": gradients.total,
+    "update": gradients.update,
     "average": average,
     "merge": merge,
-    "broadcast": broadcast,
+    "broadcast": gradients.broadcast,
     "protect": protect,
     "mirror": mirror,
     "offload": offload,
