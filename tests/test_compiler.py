@@ -123,11 +123,14 @@ def recipe() -> piper.Job:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (recipe, "compile: recipe is not a Job\n  hint: call the recipe: piper.compile(recipe())"),
+        (
+            recipe,
+            "compile: recipe is not a Job\n  hint: call the recipe: piper.compile(recipe()); it returns a piper.Job",
+        ),
         (
             nn.Linear(1, 1),
             "compile: Linear is not a Job\n"
-            "  hint: give a Job: piper.compile(piper.Job(model=..., loss=..., data=...))",
+            "  hint: call the recipe: piper.compile(recipe()); it returns a piper.Job",
         ),
     ],
     ids=["a recipe", "a model"],

@@ -19,7 +19,6 @@ from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
 from piper.run.launch import launch_inline, launch_single_rank
 from piper.runtime.batch import arranged, read_shapes, wanted_batch
-from piper.runtime.setup import setup_of
 from tests import plain
 from tests.workers import sabotage
 from tests.workers.sabotage import Sabotaged
@@ -299,7 +298,7 @@ def test_outputs_are_those_of_the_last_step(normed: Program) -> None:
 def test_a_failure_in_another_shape_names_its_instruction(normed: Program) -> None:
     broken = replace(normed, shapes=dict(normed.shapes))
     rest = Sabotaged(program=normed.shaped(SEVERAL[1]), arg="F PP=1", act=sabotage.fail)
-    broken.shapes[read_shapes(SEVERAL[1], wanted_batch(setup_of(normed)))] = cast(Program, rest)
+    broken.shapes[read_shapes(SEVERAL[1], wanted_batch(normed))] = cast(Program, rest)
     with piper.launch(broken) as run:
         for batch in SEVERAL[:2]:
             run.step(batch)

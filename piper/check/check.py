@@ -17,7 +17,7 @@ from piper.check.localise import Checked, CheckedResult, Launch, first_differenc
 from piper.check.mixing import Reasons, reasons
 from piper.check.reference import Reference
 from piper.check.reference_groups import reference_of
-from piper.check.replay import Replay, ReplayError
+from piper.check.replay import ReplayError
 from piper.runtime.batch import padded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -111,32 +111,29 @@ def check(
     wanted: Iterable[ComparedNumbers] | None = None,  # of one device on the whole batch, if they are known
 ) -> Report:
     """Run a program and plain PyTorch on one device, step by step, and compare all numbers."""
-    options = options or Options()
-    return _Check(program, launch, batches, tol, options).report(wanted)
+    buffers = {buffer.name for buffer in program.outline.buffers}
+    asked = replace(options or Options(), keep_gradients=True)
+    comparison = _Check(program, launch, batches, asked, buffers, whole=Worst(tol))
+    return comparison.report(wanted)
 
 
+@dataclass(slots=True)
 class _Check:
     """One comparison."""
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        launch: Launch,
-        batches: Sequence[Mapping[str, Tensor]],
-        tol: float,
-        options: Options,
-    ) -> None:
-        self.program, self.launch, self.batches, self.tol = program, launch, batches, tol
-        self.options = options
-        self.whole = Worst(tol)
-        self.sliced: Worst | None = None  # since a step differed from the whole batch
-        self.reasons = Reasons()
-        self.padded = False  # the batch of the first step that differed
-        self.rounding = 0.0  # how far rounding in a narrower type may carry
-        self.only_sliced: str | None = None  # why it equals the slices, and not the whole batch
-        self.notes: list[str] = []
-        self.buffers = {buffer.name for buffer in program.outline.buffers}
-        self.replays: list[Reference] = []  # whose random numbers are looked at
+    program: ProgramLike
+    launch: Launch
+    batches: Sequence[Mapping[str, Tensor]]
+    options: Options
+    buffers: set[str]
+    whole: Worst
+    sliced: Worst | None = None  # since a step differed from the whole batch
+    reasons: Reasons = field(default_factory=Reasons)
+    padded: bool = False  # the batch of the first step that differed
+    rounding: float = 0.0  # how far rounding in a narrower type may carry
+    only_sliced: str | None = None  # why it equals the slices, and not the whole batch
+    notes: list[str] = field(default_factory=list)
+    replays: list[Reference] = field(default_factory=list)  # whose random numbers are looked at
 
     def report(self, wanted: Iterable[ComparedNumbers] | None) -> Report:
         """Run the steps and judge them."""
@@ -145,27 +142,22 @@ class _Check:
             if wanted is None:
                 self.replays.append(plain)
                 wanted = numbers(plain, self.batches)
-            with self.launch(self.program, replace(self.options, keep_gradients=True)) as run:
+            with self.launch(self.program, self.options) as run:
                 bad = self._steps(run, iter(wanted))
         except ReplayError as error:
             return self._answer(self.whole, f"the random numbers cannot be drawn in plain PyTorch: {error}")
-        judge = self.whole if self.sliced is None else self.sliced
+        judge = self.sliced or self.whole
+        replays = [replay for reference in self.replays for replay in reference.replays.values()]
         if bad is None:
-            problems = (problem for replay in self._all_replays() for problem in replay.problems())
+            problems = (problem for replay in replays for problem in replay.problems())
             return self._answer(judge, next(problems, None) or self._judged())
-        unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
+        unmatched = [text for replay in replays for text in replay.unmatched]
         number, text = bad
-        named, batches = None, self.batches[: number + 1]
+        named, batches, tol = None, self.batches[: number + 1], self.whole.tol
         if self.program.plans.averaging is None:  # else each group has values of its own
-            named = first_difference(self.program, self.launch, batches, self.tol, self.options)
-        rounded = self._may_be_rounding() if named is None else []
-        compiled = compiled_otherwise(reference_of(self.program), self.batches[number], self.tol)
-        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded, *compiled]))
-
-    def _all_replays(self) -> Iterator[Replay]:
-        """Yield the random numbers of every shape of batches, for the whole batch and for its slices."""
-        for reference in self.replays:
-            yield from reference.replays.values()
+            named = first_difference(self.program, self.launch, batches, tol, self.options)
+        compiled = compiled_otherwise(reference_of(self.program), self.batches[number], tol)
+        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *compiled]))
 
     def _steps(self, run: Checked, wanted: Iterator[ComparedNumbers]) -> tuple[int, str] | None:
         """Run every step; return the number of the first that is wrong, with what is wrong with it."""
@@ -182,7 +174,7 @@ class _Check:
                 if whole and not self.whole.buffers:
                     continue
             if slices is None or self.sliced is None:
-                slices, self.sliced = reference_of(self.program, sliced=True), Worst(self.tol)
+                slices, self.sliced = reference_of(self.program, sliced=True), Worst(self.whole.tol)
                 self.replays.append(slices)
                 for before in self.batches[:number]:
                     slices.step(before)
@@ -236,8 +228,6 @@ class _Check:
         reasons = self.reasons
         if reasons.uneven:
             return f"the loss is a mean of uneven slices: {'; '.join(reasons.uneven)} on the slices; {LOSSES}"
-        if reasons.summed and not reasons.mixing:
-            return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
         if self.padded and self.whole.bad is not None and not reasons.mixing:
             return (
                 f"{self.whole.bad}: the padded batch gives other numbers than the batch as it is. Let the "
@@ -253,12 +243,14 @@ class _Check:
             return None
         apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
         if not reasons.mixing and reasons.narrow and apart <= self.rounding:
+            listed = "; ".join(reasons.narrow[:SHOWN]) + ("; ..." if len(reasons.narrow) > SHOWN else "")
             self.notes.append(
-                f"{self._narrow()}. Their rounding depends on the size of a slice. The whole batch agrees to "
-                f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
+                f"these operations compute in {reasons.type}: {listed}. Their rounding "
+                f"depends on the size of a slice. The whole batch agrees to "
+                f"{apart:.2g}, the same slices to {max(self.whole.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        products = [products for plain in self.replays for products in plain.products.values()]
+        products = [replay.products for plain in self.replays for replay in plain.replays.values()]
         if not reasons.mixing and any(each is not None and each.unsure for each in products):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
@@ -269,7 +261,7 @@ class _Check:
         if not reasons.mixing:
             return (
                 f"{self.whole.bad}, because the loss of the batch is not the mean of the losses of its "
-                f"slices: it is a mean of uneven slices, or it mixes samples; {LOSSES}"
+                f"slices: it is a sum, or a mean of uneven slices, or it mixes samples; {LOSSES}"
             )
         more = f" and {len(reasons.mixing) - 1} more" if len(reasons.mixing) > 1 else ""
         self.only_sliced = f"{reasons.mixing[0]}{more} mix{'' if more else 'es'} samples"
@@ -278,24 +270,6 @@ class _Check:
             f"gradient accumulation: {'; '.join(reasons.mixing)}. The same slices in plain PyTorch agree"
         )
         return None
-
-    def _may_be_rounding(self) -> list[str]:
-        """Return a note if rounding in a narrower type could explain a difference. Else nothing."""
-        if self.sliced is None or not self.reasons.narrow:
-            return []
-        apart = max(self.sliced.largest["loss"], self.sliced.largest["grad"])
-        if apart > self.rounding:
-            return []
-        return [
-            f"{self._narrow()}. All numbers agree to {apart:.2g}, and rounding in {self.reasons.type} may "
-            f"carry to {self.rounding:.2g}: without these casts, `piper check` can tell"
-        ]
-
-    def _narrow(self) -> str:
-        """Name the operations that compute in a narrower type than the job."""
-        reasons = self.reasons
-        listed = "; ".join(reasons.narrow[:SHOWN]) + ("; ..." if len(reasons.narrow) > SHOWN else "")
-        return f"these operations compute in {reasons.type}: {listed}"
 
     def _answer(self, judge: Worst, bad: str | None) -> Report:
         if bad is not None and self.whole.bad is not None:
@@ -332,11 +306,7 @@ def compared(got: ComparedNumbers, single: ComparedNumbers) -> Iterator[tuple[st
 
 
 def compiled_otherwise(reference: Reference, batch: Mapping[str, Tensor], tol: float) -> list[str]:
-    """Return a sentence if the model's loss is another one under `torch.compile`. Else nothing.
-
-    Piper captures what `torch.compile` sees. Models ask whether they are compiled: some of transformers make
-    a mask only then.
-    """
+    """Return a sentence if `torch.compile`, which Piper captures, gives another loss. Else nothing."""
     given = reference.on_device(reference.own_part(batch))
     plain = _loss_of(reference, given, compiled=False)
     try:

@@ -19,10 +19,7 @@ def relative(got: float, wanted: float) -> float:
 
 
 def differences(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, float, str]]:
-    """Yield how far the tensors of two sets are apart, each in units of its largest element.
-
-    The name, the difference, and what is wrong in words where that is not a matter of size.
-    """
+    """Yield how far each tensor is apart, in units of its largest element, and what is wrong beside that."""
     sizes = (size(value) for value in wanted.values())
     largest = max((each for each in sizes if math.isfinite(each)), default=0.0)
     for name in (*wanted, *(name for name in got if name not in wanted)):

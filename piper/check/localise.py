@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from piper.check.distance import distance
@@ -17,12 +16,11 @@ from piper.check.reference import Reference
 from piper.check.slicing import Slice, take
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Source
 from piper.ir.ids import Pass, Phase, SlotId
-from piper.ir.sharding import UNSHARDED, Sharding
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import draw_place, parts_of
 from piper.runtime.context import Dice, draw_seed
 from piper.runtime.recorders import OutputKey
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
@@ -65,18 +63,9 @@ class ChunkwiseReference(Reference):
 
     def __init__(self, program: ProgramLike) -> None:
         super().__init__(program, sliced=True)
-        self.setup = setup = setup_of(program)
         self.walks: list[tuple[Slice, Walk]] = []
-        self.dice = Dice(setup.device)
-        self.constants = {name: value.to(setup.device) for name, value in setup.constants.items()}
-        self.shardings: dict[str, Sharding] = {
-            slot.owner: held.sharding
-            for plan in setup.plans
-            for slot, held in plan.residents.items()
-            if slot.kind == "buffer"
-        }
-        for bucket in setup.plans.buckets.values():
-            self.shardings |= {p.name: p.shardings[0] if p.shardings else UNSHARDED for p in bucket.pieces}
+        self.dice = Dice(self.device)
+        self.constants = {name: value.to(self.device) for name, value in program.constants.items()}
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one global batch, and return the loss."""
@@ -88,7 +77,7 @@ class ChunkwiseReference(Reference):
         walk = self.walk(take(batch, part.samples), part)
         self.walks.append((part, walk))
         self.set_buffers(walk.buffers)
-        loss, weight = self.setup.outline.loss, self.setup.outline.weight
+        loss, weight = self.program.outline.loss, self.program.outline.weight
         value = walk.outputs[loss.chunk, loss.index]
         return value if weight is None else (value, walk.outputs[weight.chunk, weight.index])
 
@@ -96,14 +85,14 @@ class ChunkwiseReference(Reference):
         """Run one slice of the batch forward and return its values."""
         walk = Walk(batch, self.buffers())  # copies: a chunk replaces some
         drawn: dict[str, Tensor] = {}  # where the generator of each region stands
-        for chunk in self.setup.outline.chunks:
+        for chunk in self.program.outline.chunks:
             if chunk.kind in ("route", "unroute"):
                 for index in range(len(chunk.outputs)):
                     walk.outputs[chunk.name, index] = self._value(walk, chunk.inputs[index])
                 continue
             if chunk.random:
                 place = draw_place(chunk.drawer, part.part, part.replica)
-                seed = draw_seed(self.setup.seed, self.steps, place)
+                seed = draw_seed(self.job.seed, self.steps, place)
                 with self.dice.seeded(drawn.get(chunk.drawer, seed)):
                     self._forward(walk, chunk)
                     drawn[chunk.drawer] = self.dice.generator.get_state()
@@ -134,36 +123,12 @@ class ChunkwiseReference(Reference):
                 walk.inputs[chunk.name, position] = value
             inputs.append(value)
         held = [*map(self.params.__getitem__, spec.params), *map(walk.buffers.__getitem__, spec.buffers)]
-        ways = self.replay.ways(chunk.name) if chunk.kind == "expert" else 1
-        if ways > 1:
-            out = self._experts(chunk, ways, inputs, held)
-        else:
-            out = self.setup.code(chunk, "F")(*inputs, *held)
+        out = self.program.code(chunk, "F")(*inputs, *held)
         for index in range(len(chunk.outputs)):
             walk.outputs[chunk.name, index] = out[index]
         first = len(chunk.outputs) + len(chunk.saved)
         for name, value in zip(chunk.mutated, out[first:], strict=True):
             walk.buffers[name] = value.detach()
-
-    def _experts(
-        self, chunk: Chunk, ways: int, inputs: Sequence[Tensor], held: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Run an expert chunk whose code is for some of the experts: each part on its rows, then joined."""
-        spec = chunk.phases["F"]
-        sources = [chunk.inputs[i] for i in spec.inputs]
-        indices = [source.index if isinstance(source, Output) else 0 for source in sources]
-        counted = indices.index(1)
-        rows = inputs[counted].view(ways, -1).sum(1).tolist()
-        parts: list[list[Tensor]] = [
-            list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)
-        ]
-        for name, value in zip((*spec.params, *spec.buffers), held, strict=True):
-            sharding = self.shardings[name]
-            parts.append(list(value.chunk(ways, sharding.dim)) if sharding.degree > 1 else [value] * ways)
-        results = [self.setup.code(chunk, "F")(*arguments) for arguments in zip(*parts, strict=True)]
-        count = len(chunk.outputs)
-        joined = (torch.cat(pieces) for pieces in zip(*(result[:count] for result in results), strict=True))
-        return (*joined, *results[0][count:])
 
 
 def first_difference(
@@ -173,12 +138,11 @@ def first_difference(
     tol: float,
     options: Options,
 ) -> str | None:
-    """Repeat the steps, and name the first result of a chunk that is wrong, in the order of the model.
-
-    None: all are right, or the chunks cannot be run one by one.
-    """
-    first, outline, plans = wanted_batch(setup_of(program)), program.outline, program.plans
-    if outline.degrees:
+    """Repeat the steps, and name the first wrong result of a chunk. None: none is, or none can run alone."""
+    first, outline, plans = wanted_batch(program), program.outline, program.plans
+    experts = {chunk.name for chunk in outline.chunks if chunk.kind == "expert"}
+    divided = (bucket.ways > 1 for bucket in plans.buckets.values() if experts & {*bucket.chunks})
+    if outline.degrees or any(divided):
         return None  # a chunk of a sharded region computes with what other devices give: it cannot run alone
     if not all(as_run(program, batch, first)[1] for batch in batches):
         return None  # the chunks of other shapes are those of other programs
@@ -201,10 +165,8 @@ def first_difference(
 
 
 def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tuple[int, OutputKey, Tensor]]:
-    """Yield what each chunk should return on each device: forwards in order, then backwards in reverse.
-
-    Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
-    """
+    """Yield what each chunk should return on each device: forwards in order, then backwards in reverse."""
+    # Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
 
     def device(chunk: Chunk, piece: Slice) -> int:

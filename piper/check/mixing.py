@@ -7,6 +7,7 @@ BatchNorm, a load-balancing loss. A mean that divides by a number of the data is
 count unevenly.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -44,7 +45,6 @@ class Reasons:
 
     uneven: Sequence[str] = ()  # means whose slices count unevenly
     mixing: Sequence[str] = ()  # operations that mix samples
-    summed: bool = False  # the loss is the sum of the losses of the slices, not their mean
     narrow: Sequence[str] = ()  # operations that compute in a narrower type than the job
     type: str = ""  # the narrowest of these types
     rounding: float = 0.0  # how far rounding in that type may carry
@@ -55,7 +55,7 @@ class Call:
     """One operation that ran."""
 
     op: Any
-    where: str  # the module and the source line, where they are asked for
+    where: str  # the module and the source line
     sources: list["Value | None"]  # of each tensor argument; None: nothing that ran made it
     scalars: list[float]  # arguments that are numbers
     reduction: int  # of a loss: torch's number
@@ -74,26 +74,25 @@ Key = tuple[str, str, int]  # the operation, its module, and how often that modu
 
 
 class _Record(TorchDispatchMode):
-    """Records every operation with its results, and its source line where that is asked for."""
+    """Records every operation with its results and its source line."""
 
-    def __init__(self, names: Mapping[int, str], *, lines: bool) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names, self.lines = names, lines
-        self.stack: list[str] = []
+        self.names, self.stack = names, list[str]()
         self.calls: dict[Key, Call] = {}
         # By identity, with the tensor so that it is unique:
         self.made: dict[int, tuple[Tensor, Value | None]] = {}
-        self.counts: dict[tuple[str, str], int] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         module = self.stack[-1] if self.stack else ""
         place, name = (str(op), module), op._schema.name.removeprefix("aten::")
-        self.counts[place] = self.counts.get(place, -1) + 1
+        self.counts[place] += 1
         call = Call(
             op=op,
-            where=f"{name} of {module or 'the loss'} ({model_line()})" if self.lines else "",
+            where=f"{name} of {module or 'the loss'} ({model_line()})",
             sources=[self.made.get(id(leaf), (leaf, None))[1] for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
@@ -128,14 +127,13 @@ class _Record(TorchDispatchMode):
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
     given = reference.as_run(batch)
-    outline = reference.replay.program.outline
-    slices = [*reference.replay.slicing.slices(outline.loss.chunk, samples_in(given))]
+    chunk = reference.replay.program.outline.loss.chunk
+    slices = [*reference.replay.slicing.slices(chunk, samples_in(given))]
     try:
-        whole, loss = _record(reference, given, None)
+        whole = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared
-        whole, loss = _record(reference, given, None, replay=False)
-    recorded = [_record(reference, take(given, part.samples), part) for part in slices]
-    parts, losses = [calls for calls, _ in recorded], [value for _, value in recorded]
+        whole = _record(reference, given, None, replay=False)
+    parts = [_record(reference, take(given, part.samples), part) for part in slices]
     narrow = {call.where: eps for call in whole.values() if (eps := rounds(call, reference.dtype))}
     rounding = min(MANY * max(narrow.values(), default=0.0), LARGEST)
     near = max(CLOSE, rounding)
@@ -153,11 +151,9 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
             uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
         elif mixes(call):
             mixing[call.where] = None
-    total = torch.stack(losses).sum(0)
     return Reasons(
         uneven=[*uneven],
         mixing=[*mixing],
-        summed=outline.weight is None and len(losses) > 1 and distance(total, loss) <= near,
         narrow=[*narrow],
         type=next((name for name, eps in NARROW.items() if eps == max(narrow.values(), default=0.0)), ""),
         rounding=rounding,
@@ -174,16 +170,16 @@ def rounds(call: Call, dtype: torch.dtype) -> float:
 
 def _record(
     reference: Reference, batch: Mapping[str, Tensor], part: Slice | None, *, replay: bool = True
-) -> tuple[dict[Key, Call], Tensor]:
-    """Run the job's loss, and return every operation that ran, and the loss."""
+) -> dict[Key, Call]:
+    """Run the job's loss, and return every operation that ran."""
     names = {id(module): name for name, module in reference.model.named_modules()}
-    record, draws = _Record(names, lines=part is None), reference.replay  # slices need no lines
+    record, draws = _Record(names), reference.replay
     steps = reference.steps
     drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
     drawn = drawing if replay else nullcontext()
     with reference.unchanged(), torch.no_grad(), drawn, record, record.modules():
-        result = reference.loss(batch)
-    return record.calls, result[0] if isinstance(result, tuple) else result
+        reference.loss(batch)
+    return record.calls
 
 
 def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], near: float = CLOSE) -> Kind:

@@ -6,29 +6,30 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 plans cut a batch (`slicing.py`).
 """
 
-import re
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from piper.check.fp8_products import Fp8Products, shards_of
-from piper.check.plain_flex import plain_flex_attention
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
-from piper.ir.chunk import Tags
 from piper.ir.dtypes import DTYPES
 from piper.job import strategy_of
 from piper.process.attributes import replaced
+from piper.process.flex_on_host import flex_gradients_on_host
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
 from piper.runtime.batch import COUNTS, as_run, wanted_batch
-from piper.runtime.setup import ProgramLike, drawing_device, seeded_draws, setup_of
+from piper.runtime.setup import ProgramLike, drawing_device, seeded_draws
 from piper.runtime.trainers import make_optimizer
 
 
@@ -60,27 +61,21 @@ class Reference:
         self.trained = [tensor for _, tensor in trained]
         self.optimizer = make_optimizer(job.optimizer, trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
-        self.wanted = wanted_batch(setup_of(program))
+        self.wanted = wanted_batch(program)
         self.replays: dict[int, Replay] = {}  # of the programs for each shape of batches
-        self.products: dict[int, Fp8Products | None] = {}  # likewise
         self.replay = self._replay(program)
         self.counts: Tensor | None = None  # where samples are repeated: how many each row's slice holds
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
         self.grad_norm = 0.0
 
-    @property
-    def fp8(self) -> Fp8Products | None:
-        """Return how products run whose regions the program for the last batch has in fp8. None: none are."""
-        return self.products[id(self.replay.program)]
-
     def _replay(self, program: ProgramLike) -> Replay:
         """Return the random numbers of the program for a shape of batches."""
         if id(program) not in self.replays:
             slicing = slicing_of(program.plans, program.outline)
             buffers = dict(self.model.named_buffers())
-            self.replays[id(program)] = Replay(program, slicing, self.params, buffers)
-            self.products[id(program)] = self._fp8_products(program, slicing)
+            products = self._fp8_products(program, slicing)
+            self.replays[id(program)] = Replay(program, slicing, self.params, buffers, products)
         return self.replays[id(program)]
 
     def as_run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,8 +90,8 @@ class Reference:
         for parameter in self.params.values():  # all of them: the optimizer may hold only some
             parameter.grad = None
         given = self.as_run(batch)
-        if self.fp8 is not None:
-            self.fp8.total = samples_in(given)
+        if self.replay.products is not None:
+            self.replay.products.total = samples_in(given)
         loss = self._sliced(given) if self.sliced else self._whole(self.on_device(batch), given)
         self.gradients = {name: p.grad.clone() for name, p in self.params.items() if p.grad is not None}
         for name, master in self.masters.items():
@@ -121,10 +116,8 @@ class Reference:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on the reference's device, with floating-point fields in the type that computes."""
-        return {
-            name: value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
-            for name, value in batch.items()
-        }
+        types = {name: self.dtype if field.is_floating_point() else None for name, field in batch.items()}
+        return {name: field.to(self.device, types[name]) for name, field in batch.items()}
 
     def _fp8_products(self, program: ProgramLike, slicing: BatchSlicing) -> Fp8Products | None:
         """Return how products run whose regions the strategy of a program puts in fp8, if any."""
@@ -143,11 +136,9 @@ class Reference:
     def loss(
         self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss on samples of these numbers in the global batch. None: on the global batch.
-
-        What torch refuses there becomes one message, such as for two types.
-        """
-        products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
+        """Run the job's loss on samples of these numbers in the global batch. None: on the global batch."""
+        fp8 = self.replay.products
+        products = nullcontext() if fp8 is None else fp8.on(samples or range(samples_in(batch)))
         exact = self.job.precision == "fp64" and (self.exact or self.replay.program.outline.degrees)
         try:
             with Exact() if exact else nullcontext(), products, nothing_recomputed(), plain_flex_attention():
@@ -155,19 +146,14 @@ class Reference:
         except ReplayError:
             raise
         except RuntimeError as error:
-            hint = (
-                f"call the loss without Piper, with the model in {self.job.precision}, to see the traceback"
-            )
-            if re.search(r"dtype|datatype|scalar type", str(error)):
-                own = "tensors of your own, such as weights of classes,"
-                hint = f"bring {own} to the type of the logits: weight.to(logits.dtype)"
             raise raised(
                 "the loss fails in plain PyTorch",
                 error,
                 role="loss",
                 thing=self.job.loss,
                 facts={"type": f"the model computes in {self.job.precision}"},
-                hint=hint,
+                hint="bring tensors of your own, such as weights of classes, to the type of the logits: "
+                "weight.to(logits.dtype); else call the loss without Piper, with the model in that type",
             ) from error
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
@@ -177,7 +163,7 @@ class Reference:
         """Run the job's loss on all samples at once, and its backward. given: the batch as workers get it."""
         same = all(batch[name].shape == field.shape for name, field in given.items()) and self.counts is None
         random = any(chunk.random for chunk in self.replay.chunks.values())
-        if not same and (random or self.fp8 is not None):
+        if not same and (random or self.replay.products is not None):
             why = "workers get a batch that is padded, or whose samples are repeated"
             raise ReplayError(why) if random else ReplayError(why, "gradients cannot be rounded to fp8")
         with self.replay.whole(self.steps, samples_in(batch)) if same else nullcontext():
@@ -192,23 +178,18 @@ class Reference:
         slices.sort(key=lambda part: part.part)  # the order in which a device writes its buffers
         total, weights = 0.0, 0.0
         buffers = BufferHistories(self)
-        of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
         for part in slices:
-            buffers.begin(part.part, part.replica)
+            buffers.begin(part)
             loss, weight = self._counted(self._slice_loss(batch, part), part.samples, len(slices))
-            if weight is not None and weight.requires_grad:
-                self._add_gradients(of_weight, weight)
-            buffers.end(part.part, part.replica)
+            buffers.end(part)
             loss.backward()
             total += loss.item()
             weights += 0.0 if weight is None else weight.item()
-        buffers.begin(slices[0].part, 0)  # those of the first replica, on the first microbatch, stay
+        buffers.begin(slices[0])  # those of the first replica, on the first microbatch, stay
         if not weights:  # a mean
             return total
-        for name, parameter in self.params.items():
+        for parameter in self.params.values():
             if parameter.grad is not None:
-                if name in of_weight:
-                    parameter.grad -= of_weight[name] * (total / weights)
                 parameter.grad /= weights
         return total / weights
 
@@ -227,14 +208,6 @@ class Reference:
         if isinstance(result, tuple):
             return result[0] * count / len(samples), result[1] * count / len(samples)
         return result * count, result.new_tensor(count)
-
-    def _add_gradients(self, sums: dict[str, Tensor], value: Tensor) -> None:
-        """Add the gradient of a value to sums by parameter."""
-        wanted = [(name, p) for name, p in self.params.items() if p.requires_grad]
-        gradients = torch.autograd.grad(value, [p for _, p in wanted], retain_graph=True, allow_unused=True)
-        for (name, _), gradient in zip(wanted, gradients, strict=True):
-            if gradient is not None:
-                sums[name] = sums[name] + gradient if name in sums else gradient
 
     def buffers(self) -> dict[str, Tensor]:
         """Return copies of the model's buffers."""
@@ -270,26 +243,22 @@ class BufferHistories:
         self._reference, self._before = reference, reference.buffers()
         self._held: dict[tuple[str, int], Tensor] = {}  # by buffer, and the device that holds it
 
-    def _key(self, name: str, part: Tags, replica: int) -> tuple[str, int]:
-        writer = self._writers.get(name)
-        return name, 0 if writer is None else self._reference.replay.slicing.placed[writer][part][replica]
+    def _key(self, name: str, part: Slice) -> tuple[str, int]:
+        writer, placed = self._writers.get(name), self._reference.replay.slicing.placed
+        return name, 0 if writer is None else placed[writer][part.part][part.replica]
 
-    def begin(self, part: Tags, replica: int) -> None:
+    def begin(self, part: Slice) -> None:
         """Set the buffers to what a slice reads."""
-        values = {n: self._held.get(self._key(n, part, replica), v) for n, v in self._before.items()}
+        values = {n: self._held.get(self._key(n, part), v) for n, v in self._before.items()}
         self._reference.set_buffers(values)
 
-    def end(self, part: Tags, replica: int) -> None:
+    def end(self, part: Slice) -> None:
         """Take over what a slice has written."""
-        for name, value in self._reference.buffers().items():
-            self._held[self._key(name, part, replica)] = value
+        self._held |= {self._key(name, part): value for name, value in self._reference.buffers().items()}
 
 
 class Exact(TorchFunctionMode):
-    """Casts to float64 wherever a model casts to float32.
-
-    A sum over devices adds in another order. In float32 that shows as 1e-8, and hides a mistake of that size.
-    """
+    """Casts to float64 wherever a model casts to float32: sums in another order would hide mistakes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         func = Tensor.double if func is Tensor.float else func
@@ -299,10 +268,7 @@ class Exact(TorchFunctionMode):
 
 @contextmanager
 def nothing_recomputed() -> Iterator[None]:
-    """Call the functions of `torch.utils.checkpoint` directly.
-
-    A backward that runs them again would draw other random numbers than the forward was given.
-    """
+    """Call the functions of `torch.utils.checkpoint` directly: run again, they would draw other numbers."""
 
     class Directly:
         @staticmethod
@@ -332,3 +298,53 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if dtype is torch.float64 and experts == "grouped_mm":
         model.set_experts_implementation("batched_mm")  # type: ignore[operator]  # torch groups no float64
+
+
+@contextmanager
+def plain_flex_attention() -> Iterator[None]:
+    """Run `flex_attention` inside the block as products, a softmax and nothing else, never compiled.
+
+    Its own operator is what a captured model runs, so it is no reference for one. Torch also refuses its
+    gradient on a CPU.
+    """
+    with (
+        flex_gradients_on_host(),
+        replaced(flex_attention, "flex_attention_hop", attend),
+        replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    blocks: Sequence[Any],
+    scale: float,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and in base 2 the log-sum-exp and the largest of each query's scores."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1).expand(len(query), -1, -1, -1) for x in (key, value))
+    scores = query @ keys.transpose(-1, -2) * scale
+    indices = [torch.arange(size, device=query.device) for size in scores.shape]
+    with TransformGetItemToIndex():  # tensors are indexed by single indices, each on its own under vmap
+        scores = over_all(score_mod, 1)(scores, *indices)
+        seen = over_all(blocks[-1], 0)(*indices)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    powers = (scores - largest.detach().masked_fill(~seen.any(-1, keepdim=True), 0.0)).exp()
+    sums = powers.sum(-1, keepdim=True)
+    weights = powers / sums.masked_fill(sums == 0, 1.0)  # a query that sees no key has zeros
+    in_base_two = [x / math.log(2) for x in (scores.logsumexp(-1), largest.squeeze(-1))]
+    return weights @ values, in_base_two[0], in_base_two[1]
+
+
+def over_all(function: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:
+    """Return a function of `scores` and a sample, head, query and key over all of them, as [b, h, q, k]."""
+    for dim in reversed(range(4)):
+        indices = [0 if dim == other else None for other in range(4)]
+        function = torch.vmap(function, in_dims=(*(0 for _ in range(scores)), *indices))
+    return function

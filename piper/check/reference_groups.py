@@ -11,7 +11,7 @@ from piper.check.replay import ReplayError
 from piper.ir.averaging import Averaging
 from piper.plan.groups import fragments_of, of_first_group
 from piper.runtime.batch import COUNTS, as_run, wanted_batch
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.setup import ProgramLike
 
 
 class GroupProgram:
@@ -37,7 +37,7 @@ class GroupsReference(Reference):
         of_group: ProgramLike = GroupProgram(program, averaging)  # type: ignore[assignment]  # by `__getattr__`
         super().__init__(of_group, sliced=sliced, exact=exact)
         self.averaging = averaging
-        self.of_all, self.wanted_of_all = program, wanted_batch(setup_of(program))
+        self.of_all, self.wanted_of_all = program, wanted_batch(program)
         self.others = [Reference(of_group, sliced=sliced, exact=exact) for _ in averaging.groups[1:]]
         buckets = program.plans.buckets
         dealt = fragments_of(buckets, averaging).items()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piper.check.fp8_products import Fp8Products
 from piper.check.slicing import BatchSlicing, Slice
 from piper.ir.chunk import Chunk, Tags
 from piper.runtime.accelerator import device_of, generator
@@ -52,10 +53,7 @@ Shape = tuple[int, ...]
 
 
 class ReplayError(RuntimeError):
-    """Plain PyTorch cannot do what a plan does slice by slice; the text says why.
-
-    what: which part of it: draw its random numbers, or round to fp8 as it does.
-    """
+    """Plain PyTorch cannot do what a plan does slice by slice. what: which part of it; the text says why."""
 
     def __init__(self, why: str, what: str = "random numbers cannot be drawn") -> None:
         super().__init__(why)
@@ -71,8 +69,10 @@ class Replay:
         slicing: BatchSlicing,
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
+        products: Fp8Products | None = None,  # how those run that the program has in fp8
     ) -> None:
         self.program, self.slicing, self.params, self.buffers = program, slicing, params, buffers
+        self.products = products
         self.chunks = {chunk.name: chunk for chunk in program.outline.chunks}
         self.local = {held.name: held.local_shape for held in program.outline.parameters}
         self.device = device_of(program.device)  # of the plain model
@@ -105,10 +105,8 @@ class Replay:
                 yield
         finally:
             self.generator.set_state(before)
-        if draws.left or any(chunk.random for chunk in self.chunks.values()):
-            for chunk, shapes in draws.pending().items():
-                if shapes:
-                    self.unmatched.append(f"{chunk} draws random numbers that plain PyTorch does not draw")
+        for chunk in (chunk for chunk, shapes in draws.left.items() if shapes):
+            self.unmatched.append(f"{chunk} draws random numbers that plain PyTorch does not draw")
 
     @cached_property
     def layout(self) -> dict[str, list[Shape]]:
@@ -122,10 +120,8 @@ class Replay:
         def share(value: Tensor) -> Tensor:
             return value.chunk(ways)[0] if ways > 1 else value
 
-        given = []
-        for position in spec.inputs:
-            like = chunk.input_specs[position]
-            given.append(torch.zeros(like.shape, dtype=getattr(torch, like.dtype), device=self.device))
+        likes = [chunk.input_specs[position] for position in spec.inputs]
+        given = [torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=self.device) for x in likes]
         if chunk.kind == "expert":  # all rows go to the first expert
             rows = next(value.shape[0] for value in given if value.is_floating_point())
             for value in given:
@@ -211,22 +207,18 @@ class _Draws(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.replay, self.step, self.samples, self.slices = replay, step, samples, slices
-        self.left: dict[str, deque[tuple[int, Shape]]] = {}  # draws of each chunk that are yet to come
+        random = any(chunk.random for chunk in replay.chunks.values())
+        layout = replay.layout.items() if random else ()
+        # The draws of each chunk that are yet to come, each with its number in the chunk:
+        self.left = {chunk: deque(enumerate(shapes)) for chunk, shapes in layout}
         self.states: dict[tuple[str, Slice], Tensor] = {}
-
-    def pending(self) -> dict[str, deque[tuple[int, Shape]]]:
-        """Return the draws of each chunk that are yet to come, each with its number in the chunk."""
-        if not self.left:
-            layout = self.replay.layout.items()
-            self.left = {chunk: deque(enumerate(shapes)) for chunk, shapes in layout}
-        return self.left
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         if not draws_random(op, args, kwargs):
             return op(*args, **kwargs)
         shape = drawn_shape(op, args)  # None: of a fused kernel. A slice can call it, but not take it apart
-        for chunk, left in self.pending().items():
+        for chunk, left in self.left.items():
             if not left:
                 continue
             axis = -1 if shape is None else self._axis(chunk, shape, left[0][1])

@@ -61,10 +61,7 @@ class BatchSlicing:
 
 
 def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlicing:
-    """Read from the plans where each chunk's forward runs, and on which microbatches.
-
-    outline: the captured model, which says how many neighbouring devices share their samples.
-    """
+    """Read from the plans where each forward runs; the outline says how many devices share samples."""
 
     def in_order(chunk: str, part: Tags, devices: set[int]) -> Devices:
         return tuple(device for device in plans.chunks[chunk].devices_for(part) if device in devices)

@@ -75,9 +75,8 @@ def simulate(
 def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
     """Return what a step of a program trains on and computes."""
     from piper.runtime.batch import wanted_batch
-    from piper.runtime.setup import setup_of
 
-    amount, unit = amount_of(wanted_batch(setup_of(program)).shapes)
+    amount, unit = amount_of(wanted_batch(program).shapes)
     peak = None if cluster is None else cluster.peak(DTYPES[program.job.precision])
     return Throughput(
         amount=amount,

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,7 @@ from piper.runtime.batch import (
     read_shapes,
     wanted_batch,
 )
-from piper.runtime.setup import Forward, Shapes, setup_of
+from piper.runtime.setup import Forward, Shapes
 
 if TYPE_CHECKING:
     from piper.compiler.notebook import Page
@@ -149,7 +148,7 @@ class Program:
         It has plans of its own, for the parameters that this program holds, and is kept in `shapes`. A batch
         of the sizes that this program was compiled for gives this program.
         """
-        wanted = wanted_batch(setup_of(self))
+        wanted = wanted_batch(self)
         rows, first = as_run(self, batch, wanted)
         key = read_shapes(rows, wanted)
         if first or key in self.shapes:
@@ -184,9 +183,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
         raise ConfigError(
             f"{getattr(job, '__name__', type(job).__name__)} is not a Job",
             by="compile",
-            hint="call the recipe: piper.compile(recipe())"
-            if isfunction(job)
-            else "give a Job: piper.compile(piper.Job(model=..., loss=..., data=...))",
+            hint="call the recipe: piper.compile(recipe()); it returns a piper.Job",
         )
     batch = first_batch(job)
     job = job_for(job, batch)
@@ -230,23 +227,18 @@ def build(
         if trained is not None:
             graph = reads_state_of(trained, graph)
             buckets = share_buckets(graph, trained.work.buckets)
-            facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
+            settings = replace(trained.work.settings, clip=False, whole=False, trains=False)
         else:
             buckets = make_buckets(graph)
             holder = None if first is None else holder_of(first, job, graph, buckets, batch)
             if holder is not None:
                 buckets = share_buckets(graph, holder.work.buckets, buckets)
-                known = holder.work.settings
-                facts = OptimizerFacts(state_bytes=known.state_bytes, whole=known.whole)
+                settings = holder.work.settings
             else:
                 facts = optimizer or facts_of_optimizer(job, graph, buckets)
                 buckets = with_whole_parameters(buckets) if facts.whole else buckets
-        settings = Settings(
-            clip=job.clip_norm is not None and trained is None,
-            state_bytes=facts.state_bytes,
-            whole=facts.whole,
-            trains=trained is None,
-        )
+                clips = job.clip_norm is not None
+                settings = Settings(clip=clips, state_bytes=facts.state_bytes, whole=facts.whole)
         log.debug("Lowering and proving the plans")
         plans, work = lower(graph, settings, buckets)
     reasons = [] if trained is not None else [reason for code in codes.values() for reason in code.reasons()]

@@ -5,8 +5,7 @@ parameters, and under ZeRO only flat runs of them. The probe steps the
 optimizer on the whole model in miniature, then on what each device holds of it, and compares.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,22 +20,21 @@ from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.bucket import Bucket
-from piper.process.usercode import named, raised, said
+from piper.process.usercode import named, said
 from piper.runtime.trainers import (
     MakeOptimizer,
     ParameterPart,
+    Parts,
     Sizes,
-    View,
     build_optimizer,
     classes_of,
     empty_optimizer,
-    hollow,
     is_ours,
-    make_optimizer,
+    parts_on,
+    small_parts,
     small_sizes,
-    small_views,
+    telling,
     try_scheduler,
-    view_of,
     whole_view,
 )
 
@@ -44,10 +42,6 @@ STEPS = 4
 CLOSE = 1e-5  # of how far an element moved
 ROUNDING = 1e-9  # of how far its tensor moved
 RATE = 1e-2  # in place of a rate of 0, under which nothing moves
-FEW = 2**22  # elements: so many can be tried in their true sizes
-MOST = 8  # devices that hold the same parameters, where they are tried in their true sizes
-Options = Mapping[str, object]  # of a group of parameters
-Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +59,9 @@ class Trial:
     """The small copy of the whole model on which an optimizer is tried."""
 
     make: MakeOptimizer
+    sizes: Sizes  # the true ones
     start: Mapping[str, Tensor]  # every parameter in the model's order
     gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
-
-
-class UnlikeError(Exception):
-    """An optimizer that computes another update on a device than on the whole model."""
 
 
 @contextmanager
@@ -86,27 +77,24 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]) -> OptimizerFacts:
-    """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
-
-    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
-    """
+    """Step an optimizer on small parameters; refuse one that would train otherwise on the job's devices."""
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return OptimizerFacts(state_bytes=0)
-    whole = whole_view(sizes)
-    groups = true_groups(make, whole, sizes)
-    small, probe = measured(make, whole, groups, sizes, trained)
+    whole, small = whole_view(sizes), small_sizes(sizes, trained)
+    double = any(bucket.dtype == "float64" for bucket in trained)
+    dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
+    optimizer, tensors = stepped(trial_of(make, sizes, small, trained, dtype), whole)
+    probe = facts_of(optimizer, sum(tensor.numel() for tensor in tensors))
     apart = [  # the others see what plain PyTorch shows
-        (devices, mine)
-        for devices, mine in classes_of(trained)
-        if view_of(devices[0], mine, sizes).parts != whole.parts
+        (devices, mine) for devices, mine in classes_of(trained) if parts_on(devices[0], mine) != whole
     ]
     everyone = tuple(sorted({device for bucket in trained for device in bucket.devices}))
     if not apart and len(everyone) == 1:
         return probe
-    trial = trial_of(make, small, trained)
-    expected = stepped(trial, whole, groups, seed=0)
-    drawn = unlike(whole, stepped(trial, whole, groups, seed=1), expected) if len(everyone) > 1 else None
+    trial = trial_of(make, sizes, small, trained, torch.float64)
+    expected = moved(trial, whole)
+    drawn = unlike(whole, moved(trial, whole, seed=1), expected) if len(everyone) > 1 else None
     if drawn is not None:
         raise ConfigError(
             f"{probe.name} draws random numbers, and each device would draw its own",
@@ -114,88 +102,35 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]
             facts={"devices": show(everyone), "but": f"{drawn.name} is updated in another way each time"},
             hint="use an optimizer whose step depends on gradients and its own state only",
         )
-    direct = made_of_parts(make, small)
     for devices, mine in apart:
-        try:
-            for device in dict.fromkeys((devices[0], devices[-1])) if direct else ():
-                check_groups(make, view_of(device, mine, sizes), sizes, groups)
-            views: Iterable[View] = small_views(devices[0], mine, small)
-            if small is sizes:  # it is tried at true sizes
-                views = [view_of(device, mine, sizes) for device in devices[:MOST]]
-            for view in views:
-                if view.parts:  # a device that holds padding only has no optimizer
-                    check_steps(trial, view, groups, expected)
-        except UnlikeError as error:
+        tried = filter(None, small_parts(mine, small))  # a device of padding only has no optimizer
+        why = next(filter(None, (difference(trial, parts, expected) for parts in tried)), None)
+        if why is not None:
             count = sum(len(bucket.pieces) for bucket in mine)
             raise ConfigError(
                 f"{probe.name} cannot work where a device does not hold all parameters in order",
                 by=named("optimizer", make),
-                facts={"devices": f"{show(devices)} hold {count} parameters", "but": str(error)},
+                facts={"devices": f"{show(devices)} hold {count} parameters", "but": why},
                 hint="clip with the job's clip_norm, and give each parameter the same options wherever it "
                 "is: by its shape, not by its place in the list",
-            ) from error
+            )
     return probe
 
 
-def made_of_parts(make: MakeOptimizer, sizes: Sizes) -> bool:
-    """Return whether the user's function gets parts of parameters: see `build_optimizer`."""
-    try:
-        return bool(make_optimizer(make, hollow(whole_view(sizes), sizes)).state)
-    except ConfigError:
-        return True  # it looks at values
-
-
-def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
-    """Return the group of each parameter at its true size. None: the function looks at values."""
-    named_tensors = hollow(view, sizes)
-    try:
-        optimizer = make_optimizer(make, named_tensors)
-        return groups_of(optimizer, view, [tensor for _, tensor in named_tensors])
-    except ConfigError as error:
-        if isinstance(error.__cause__, RuntimeError | TypeError):
-            return None  # stand-ins have no values; if it is another error, the small ones show it again
-        raise
-
-
-def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Groups:
-    """Return the options of the group that each parameter is in."""
-    by_tensor: dict[int, Options] = {}
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        by_tensor |= {id(tensor): options for tensor in group["params"]}
-    return {part.name: by_tensor.get(id(tensor)) for part, tensor in zip(view.parts, tensors, strict=True)}
-
-
-def measured(
-    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[Bucket]
-) -> tuple[Sizes, OptimizerFacts]:
-    """Return the sizes at which the optimizer can be tried, and what it is like there."""
-    small: Sizes = small_sizes(sizes, buckets)
-    double = any(bucket.dtype == "float64" for bucket in buckets)
-    dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
-    trial = trial_of(make, small, buckets, dtype)
-    try:
-        optimizer, tensors = set_up(trial, whole, groups)
-    except ConfigError:
-        if groups is None or sum(map(math.prod, sizes.values())) > FEW:
-            raise
-        small = sizes  # it asks for true sizes, and they are few enough
-        trial = trial_of(make, small, buckets, dtype)
-        optimizer, tensors = set_up(trial, whole, groups)
-    step(trial, whole, optimizer, tensors)
-    count = sum(tensor.numel() for tensor in tensors)
+def facts_of(optimizer: Optimizer, count: int) -> OptimizerFacts:
+    """Return what an optimizer is like that has stepped parameters of so many elements."""
     kept = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    name, ours = type(optimizer).__name__, is_ours(optimizer)
-    return small, OptimizerFacts(state_bytes=kept // max(1, count), name=name, ours=ours)
+    name = type(optimizer).__name__
+    return OptimizerFacts(state_bytes=kept // max(1, count), name=name, ours=is_ours(optimizer))
 
 
 def trial_of(
-    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype = torch.float64
+    make: MakeOptimizer, sizes: Sizes, small: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype
 ) -> Trial:
     """Return first values and gradients: of scales that differ by tensor and step, some of them zero."""
     trained = {piece.name for bucket in buckets for piece in bucket.pieces}
@@ -209,129 +144,70 @@ def trial_of(
         scale = 0.0 if zero else 10.0 ** float(torch.randint(-2, 3, (), generator=rng))
         return drawn(shape) * scale
 
-    start = {name: drawn(shape) for name, shape in sizes.items()}
+    start = {name: drawn(shape) for name, shape in small.items()}
     gradients = [
-        {name: gradient(number, place, sizes[name]) for place, name in enumerate(sizes) if name in trained}
+        {name: gradient(number, place, small[name]) for place, name in enumerate(small) if name in trained}
         for number in range(STEPS)
     ]
-    return Trial(make=make, start=start, gradients=gradients)
+    return Trial(make=make, sizes=sizes, start=start, gradients=gradients)
 
 
-def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, list[Tensor]]:
-    """Return the optimizer of a view, over its small parameters in the groups that the true ones are in."""
-    tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in view.parts]
-    named_tensors = [(part.name, tensor) for part, tensor in zip(view.parts, tensors, strict=True)]
-    sizes = {name: tuple(value.shape) for name, value in trial.start.items()}
-    optimizer = build_optimizer(trial.make, sizes, named_tensors)
-    assert optimizer is not None, "every view has parts"
-    here = groups_of(optimizer, view, tensors)
-    if groups is not None and not all(same(each, groups.get(name)) for name, each in here.items()):
-        regroup(optimizer, view, tensors, groups)
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], float | int):
-            group["lr"] = group["lr"] or RATE
-            if group.get("foreach", False) is None and is_ours(optimizer):
-                group["foreach"] = True  # one call for all tensors, which torch prefers only on accelerators
-    return optimizer, tensors
-
-
-def regroup(optimizer: Optimizer, view: View, tensors: Sequence[Tensor], groups: Groups) -> None:
-    """Put small parameters into the groups of the real ones, because the function may ask for sizes."""
-    members: dict[int, tuple[Options, list[Tensor]]] = {}
-    for part, tensor in zip(view.parts, tensors, strict=True):
-        options = groups.get(part.name)
-        if options is not None:
-            members.setdefault(id(options), (options, []))[1].append(tensor)
-    optimizer.param_groups[:] = [{**options, "params": params} for options, params in members.values()]
-
-
-def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
-    """Step an optimizer once for each set of gradients."""
-    for gradients in trial.gradients:
-        for part, tensor in zip(view.parts, tensors, strict=True):
-            if part.name in gradients:
-                tensor.grad = part.of(gradients[part.name]).to(tensor.dtype).clone()
-        try:
-            optimizer.step()
-        except Exception as error:
-            name, hint = type(optimizer).__name__, "fix the optimizer at that line"
-            raise raised(
-                f"{name}.step() failed", error, role="optimizer", thing=trial.make, hint=hint
-            ) from error
-
-
-def stepped(trial: Trial, view: View, groups: Groups | None, seed: int) -> list[Tensor]:
-    """Return how far an optimizer moves each part of a view."""
+def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[Tensor]]:
+    """Return the optimizer of some small parts, stepped once for each set of gradients, and what it moved."""
+    tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in parts]
+    held = [(part.name, tensor) for part, tensor in zip(parts, tensors, strict=True)]
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` also notes a stack for each accelerator.
         torch.default_generator.manual_seed(seed)
-        optimizer, tensors = set_up(trial, view, groups)
-        step(trial, view, optimizer, tensors)
-    starts = [part.of(trial.start[part.name]) for part in view.parts]
+        optimizer = build_optimizer(trial.make, trial.sizes, held)
+        assert optimizer is not None, "it is given parts"
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], float | int):
+                group["lr"] = group["lr"] or RATE
+                if group.get("foreach", False) is None and is_ours(optimizer):
+                    group["foreach"] = True  # one call for all, which torch prefers only on accelerators
+        name, hint = type(optimizer).__name__, "fix the optimizer at that line"
+        for gradients in trial.gradients:
+            for part, tensor in zip(parts, tensors, strict=True):
+                if part.name in gradients:
+                    tensor.grad = part.of(gradients[part.name]).to(tensor.dtype).clone()
+            with telling(f"{name}.step() failed", trial.make, hint):
+                optimizer.step()
+    return optimizer, tensors
+
+
+def moved(trial: Trial, parts: Parts, seed: int = 0) -> list[Tensor]:
+    """Return how far an optimizer moves each of some parts."""
+    _, tensors = stepped(trial, parts, seed)
+    starts = [part.of(trial.start[part.name]) for part in parts]
     return [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
 
 
-def unlike(view: View, moved: Sequence[Tensor], expected: Sequence[Tensor]) -> ParameterPart | None:
+def unlike(parts: Parts, found: Sequence[Tensor], expected: Sequence[Tensor]) -> ParameterPart | None:
     """Return the first part that moved to another place than expected."""
-    for part, got, wanted in zip(view.parts, moved, expected, strict=True):
+    for part, got, wanted in zip(parts, found, expected, strict=True):
         if not wanted.numel():
             continue
-        limit = CLOSE * wanted.abs() + ROUNDING * wanted.abs().nan_to_num().max()
-        close = (got - wanted).abs() <= limit
-        if not bool((close | (got.isnan() & wanted.isnan())).all()):
+        least = ROUNDING * float(wanted.abs().nan_to_num().max())
+        if not torch.isclose(got, wanted, rtol=CLOSE, atol=least, equal_nan=True).all():
             return part
     return None
 
 
-def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups | None) -> None:
-    """Refuse a device whose parameters get other options than in the whole model."""
-    if groups is None or not view.parts:
-        return
-    with refusing(f"device {view.device}"):
-        here = true_groups(make, view, sizes)
-    for part in view.parts:
-        if here is not None and not same(here[part.name], groups[part.name]):
-            where = f"on device {view.device} {difference(here[part.name], groups[part.name])}"
-            raise UnlikeError(f"{part.name} is in another group: {where}")
-
-
-def same(one: object, other: object) -> bool:
-    """Return whether two options are equal, tensors among them."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and bool(torch.equal(one, other))
-    return type(one) is type(other) and one == other
-
-
-def difference(here: Options | None, there: Options | None) -> str:
-    """Return how the options of a group differ, in words."""
-    if here is None or there is None:
-        return "it is in no group" if here is None else "it is in a group, in the whole model in none"
-    keys = [key for key in there if not same(here.get(key), there[key])] or [*here]
-    return f"{keys[0]}={here.get(keys[0])}, in the whole model {keys[0]}={there.get(keys[0])}"
-
-
-def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Sequence[Tensor]) -> None:
-    """Refuse a device whose parameters move in another way than in the whole model."""
+def difference(trial: Trial, parts: Parts, expected: Sequence[Tensor]) -> str | None:
+    """Return why an optimizer does not move parts as in the whole model. None: it does."""
     wanted = dict(zip(trial.start, expected, strict=True))
-    with refusing("a device"):
-        moved = stepped(trial, view, groups, seed=0)
-    part = unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
-    if part is not None:
-        why = f"{part.name} is updated in another way where only some parameters are held"
-        raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
-
-
-@contextmanager
-def refusing(who: str) -> Iterator[None]:
-    """Say that an optimizer refuses what somebody holds."""
     try:
-        yield
+        found = moved(trial, parts)
     except ConfigError as error:
         cause = error.__cause__
         why = said(cause) if cause is not None else str(error).splitlines()[0]
-        raise UnlikeError(f"it refuses what {who} holds: {why}") from error
+        return f"it refuses what a device holds: {why}"
+    part = unlike(parts, found, [part.of(wanted[part.name]) for part in parts])
+    if part is None:
+        return None
+    why = f"{part.name} is updated in another way where only some parameters are held"
+    return f"{why}: it looks at more than one tensor, or at the order of them"
 
 
 def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:
@@ -349,8 +225,7 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
         probe = probe_optimizer(job.optimizer, sizes, trained_in(cut))
         sliced = {chunk: b.pieces[0].name for b in cut.read.values() if b.slices for chunk in b.chunks}
     check_offloaded(probe, graph, sliced)
-    optimizer = empty_optimizer(job.optimizer, trained, sizes) if job.scheduler is not None else None
-    if optimizer is not None and job.scheduler is not None:
+    if job.scheduler is not None and (optimizer := empty_optimizer(job.optimizer, sizes)) is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)
     types = job_precision(job.precision)
     # Of an optimizer that steps all parameters at once, those that are split are joined all at once.
@@ -364,27 +239,21 @@ def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
 
 
 def check_offloaded(probe: OptimizerFacts, graph: Graph, sliced: Mapping[str, str]) -> None:
-    """Refuse to offload the state of an optimizer that may not be stepped bucket by bucket.
-
-    Nor that of parameters that are updated in full. sliced: one of them, by chunk.
-    """
-    offloaded = graph.chosen(lambda options: options.offload_state)
-    for chunk, offload in offloaded.items():
+    """Refuse to offload state that is not stepped bucket by bucket, or of what is updated in full."""
+    for chunk, offload in graph.chosen(lambda options: options.offload_state).items():
+        by = graph.directives[offload.by].title
         if chunk in sliced:
+            why = "one device updates it in full, and gives the others their slices"
             raise ScheduleError(
                 f"the state of {probe.name} for sharded parameters cannot be offloaded",
-                by=graph.directives[offload.by].title,
-                facts={
-                    "parameter": sliced[chunk],
-                    "why": "one device updates it in full, and gives the others their slices",
-                },
+                by=by,
+                facts={"parameter": sliced[chunk], "why": why},
                 hint="use an elementwise optimizer such as AdamW, or leave this directive out",
             )
-    if offloaded and not probe.ours:
-        by = next(iter(offloaded.values())).by
-        raise ScheduleError(
-            f"the state of {probe.name} cannot be offloaded",
-            by=graph.directives[by].title,
-            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
-            hint="use an optimizer of torch.optim, or leave this directive out",
-        )
+        if not probe.ours:
+            raise ScheduleError(
+                f"the state of {probe.name} cannot be offloaded",
+                by=by,
+                facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+                hint="use an optimizer of torch.optim, or leave this directive out",
+            )

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def reads_state_of(program: "Program", graph: Graph) -> Graph:
-    """Return a forward that reads the parameters and buffers where a program that trains them has them.
-
-    Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold, or uses a
-    buffer on other devices: it would have two values.
-    """
+    """Return a forward that reads parameters and buffers where the program that trains them has them."""
     before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
     buffers: dict[str, set[int]] = {}
     for chunk in program.outline.chunks:
@@ -77,10 +73,7 @@ def layout_of(parameter: Parameter) -> object:
 def holder_of(
     program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch
 ) -> "Program | None":
-    """Return the program whose buckets another one trains too: the first one, or one for another length.
-
-    None: no program holds parameters as `own`, the buckets that it would have alone. Then the state moves.
-    """
+    """Return the program whose buckets another one trains too. None: there is none, and the state moves."""
     here, there = program.outline.reached, graph.outline.reached
     if apart := sorted(here ^ there):
         raise another_model(batch, "parameters", f"{apart[0]} is trained only for one of them")

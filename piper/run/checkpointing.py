@@ -305,7 +305,7 @@ def trainer_names(program: ProgramLike) -> Trainer:
     """Return which optimizer and scheduler a program's workers have."""
     job = program.job
     sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-    optimizer = empty_optimizer(job.optimizer, [b.update for b in program.plans.buckets.values()], sizes)
+    optimizer = empty_optimizer(job.optimizer, sizes)
     if optimizer is None:
         return Trainer()
     scheduler = job.scheduler(optimizer) if job.scheduler else None

@@ -34,7 +34,7 @@ from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.setup import ProgramLike
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 from piper.workers.serve import WorkerAnswers
 
@@ -139,7 +139,7 @@ class Run(RunCalls):
     @cached_property
     def wanted(self) -> BatchSpec:
         """Return the fields that a batch must have."""
-        return wanted_batch(setup_of(self.program))
+        return wanted_batch(self.program)
 
     def _last(self, steps: int | None) -> int:
         return self.program.job.steps if steps is None else self.done + steps

@@ -71,7 +71,7 @@ class Session(SavedWorkers):
     def __init__(self, group: WorkerGroup, repeats: Repeats) -> None:
         super().__init__(group)
         self.repeats = repeats
-        self.plans, self.wanted = self.program.plans, wanted_batch(setup_of(self.program))
+        self.plans, self.wanted = self.program.plans, wanted_batch(self.program)
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
         # by whether it trains, or what it predicts, and by shape
         self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}

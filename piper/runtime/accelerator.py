@@ -99,10 +99,7 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def pin(memory: Tensor) -> None:
-    """Let accelerators read and write memory of the host while the host goes on.
-
-    PyTorch's own pinned memory comes in powers of two: large activations would take up to twice their bytes.
-    """
+    """Let accelerators access memory of the host. PyTorch's own pinned memory comes in powers of two."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 

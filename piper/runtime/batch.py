@@ -18,9 +18,10 @@ from piper.errors import ConfigError
 from piper.ir.chunk import Batch, CapturedModel
 from piper.ir.sharding import whole_sizes
 from piper.job import Buckets, Loss, Mean, Metrics, limit_of
+from piper.plan.ops import Field
 from piper.plan.plan import Plans
 from piper.runtime.compute import parts_of, slices, slices_of
-from piper.runtime.setup import ProgramLike, Setup, Shapes
+from piper.runtime.setup import ProgramLike, Shapes
 
 FLOATING = "a floating type"  # each is cast to the one that computes
 COUNTS = "piper_samples_in_slice"  # the field of a batch that says how many samples each row's slice holds
@@ -35,25 +36,20 @@ class BatchSpec:
     types: Mapping[str, str]  # of every field, with FLOATING for all floating types
 
 
-def wanted_batch(setup: Setup) -> BatchSpec:
+def wanted_batch(program: ProgramLike) -> BatchSpec:
     """Return the fields, shapes and types that every batch of a program has."""
     found: dict[str, tuple[int, ...]] = {}
-    plans = setup.plans
-    for chunk in setup.outline.chunks:
+    plans, outline, loads = program.plans, program.outline, dict[str, Field]()
+    for ins in (ins for plan in plans for ins in plan.instrs if ins.op == "load"):
+        loads.setdefault(ins.loads.name, ins.loads)
+    for chunk in outline.chunks:
         for source, spec in zip(chunk.inputs, chunk.input_specs, strict=True):
             if isinstance(source, Batch) and source.field not in found:
-                load = next(
-                    ins.loads
-                    for plan in plans
-                    for ins in plan.instrs
-                    if ins.op == "load" and ins.loads.name == source.field
-                )
-                pieces = (
-                    len(plans.chunks[chunk.name].devices) // load.degree * len(parts_of(plans, chunk.name))
-                )
-                whole = whole_sizes(spec.shape, load.slices)
-                found[source.field] = (whole[0] * pieces, *whole[1:])
-    types = {name: type_of(spec.dtype) for name, spec in setup.outline.batch.items()}
+                load = loads[source.field]
+                devices = len(plans.chunks[chunk.name].devices) // load.degree
+                first, *rest = whole_sizes(spec.shape, load.slices)
+                found[source.field] = (first * devices * len(parts_of(plans, chunk.name)), *rest)
+    types = {name: type_of(spec.dtype) for name, spec in outline.batch.items()}
     return BatchSpec(shapes=found, types=types)
 
 
@@ -77,10 +73,7 @@ def read_shapes(batch: Mapping[str, Tensor], wanted: BatchSpec) -> Shapes:
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: BatchSpec, by: str = "step") -> None:
-    """Refuse a batch that has other fields, types or numbers of axes than the program was compiled for.
-
-    by: who gave the batch.
-    """
+    """Refuse a batch, given by `by`, of other fields, types or numbers of axes than were compiled for."""
     if not isinstance(batch, Mapping):
         raise unlike(by, "a dict of tensors", type(batch).__name__)
     for name, shape in wanted.shapes.items():
@@ -100,13 +93,12 @@ def check_field(name: str, value: object, wanted: BatchSpec, by: str) -> None:
     """Refuse a field that is no tensor, or one of another type or number of axes."""
     if not isinstance(value, Tensor):
         raise unlike(by, f"{name} as a tensor", f"{name} as {type(value).__name__}")
-    got = tuple(value.shape)
+    got, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     shape = wanted.shapes.get(name, got)
     if len(got) != len(shape):
         raise unlike(by, f"{name} {shape}, or other sizes of {len(shape)} axes", f"{name} {got}")
     if 0 in got:
         raise unlike(by, f"{name} with at least one element", f"{name} {got}")
-    dtype = str(value.dtype).removeprefix("torch.")
     if type_of(dtype) != wanted.types[name]:
         raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
 
@@ -114,17 +106,15 @@ def check_field(name: str, value: object, wanted: BatchSpec, by: str) -> None:
 def as_run(
     program: ProgramLike, batch: Mapping[str, Tensor], wanted: BatchSpec
 ) -> tuple[Mapping[str, Tensor], bool]:
-    """Return a checked batch as it runs: padded to a bucket, its samples repeated where they do not divide.
-
-    And whether it runs with this program itself, which was compiled for batches like `wanted`.
-    """
+    """Return a checked batch as it runs, padded and filled up, and whether it runs with this very program."""
     batch = padded(batch, program.job.buckets)
     same = all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
     if same and COUNTS not in batch:
         return batch, True
     known = with_strategy_for(program, batch)
-    fits = known is None or divides(batch, known.plans)
-    return batch if known is None or fits else filled(batch, known.plans, known.outline), False
+    if known is None or len(next(iter(batch.values()))) % slices_of(known.plans) == 0:
+        return batch, False
+    return filled(batch, known.plans, known.outline), False
 
 
 def with_strategy_for(program: ProgramLike, batch: Mapping[str, Tensor]) -> ProgramLike | None:
@@ -186,24 +176,16 @@ def unlike(by: str, wanted: str, got: str) -> ConfigError:
     )
 
 
-def divides(batch: Mapping[str, Tensor], plans: Plans) -> bool:
-    """Return whether the samples of a batch divide into the slices of some plans."""
-    return len(next(iter(batch.values()))) % slices_of(plans) == 0
-
-
 def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) -> dict[str, Tensor]:
-    """Return a batch whose rows divide into slices, and say of each row what its slice holds."""
-    # See [Note: uneven batches].
+    """Return a batch whose rows divide into slices, and say what each slice holds: [Note: uneven batches]."""
     samples, chunk = len(next(iter(batch.values()))), outline.loss.chunk
     degree = next(outline.degree(one) for one in outline.chunks if one.name == chunk)
-    places = len(plans.chunks[chunk].devices) // degree
-    parts = sorted(parts_of(plans, chunk))
+    places, parts = len(plans.chunks[chunk].devices) // degree, sorted(parts_of(plans, chunk))
     each = places * len(parts)  # the slices of the loss: other chunks may have more
     rows, counts = arranged(samples, each, slices_of(plans) // each)
     groups = len(plans.groups_apart)
-    if not all(
-        sum(counts[number * each // groups : (number + 1) * each // groups]) for number in range(groups)
-    ):
+    share = each // groups
+    if not all(any(counts[first : first + share]) for first in range(0, each, share)):
         raise ConfigError(
             f"{samples} samples leave a group that trains apart without any",
             by="step",
@@ -226,10 +208,8 @@ def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) ->
 
 
 def arranged(samples: int, pieces: int, multiple: int) -> tuple[int, list[int]]:
-    """Return the rows of each slice, as few as possible, and how many samples each of the slices holds.
-
-    The number of samples in a slice divides its rows, or is 0. multiple: the rows are a multiple of this.
-    """
+    """Return the rows of each slice, as few as possible, and how many samples each of the slices holds."""
+    # The rows are a multiple of `multiple` and of the samples in the slice, unless these are 0.
     rows = -(-samples // (pieces * multiple)) * multiple
     while True:
         for full in range(min(pieces, samples // rows), -1, -1):

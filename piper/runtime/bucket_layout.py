@@ -116,10 +116,7 @@ def shown(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
 
 
 class Clones:
-    """The experts of a bucket on one device, its own and copies of others, and how they get there and back.
-
-    table: which ones, for this step; the same on all devices of the group.
-    """
+    """The experts of a bucket on one device, its own and copies of others as `table` says for this step."""
 
     def __init__(self, bucket: Bucket, device: int) -> None:
         group = next(group for group in bucket.inside if device in group)
@@ -170,10 +167,7 @@ class Clones:
 def exchanged(
     group: Group, pieces: Sequence[Tensor], gives: Sequence[Sequence[int]], gets: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Exchange experts within a group, and yield each that arrives with its place.
-
-    gives: by member, the experts of `pieces` that it gets; gets: by member, the places of those it gives.
-    """
+    """Exchange experts, by member those given and the places of those got. Yield each with its place."""
     rows = torch.cat(
         [one_row(pieces, index) for indices in gives for index in indices] or [one_row(pieces, 0)[:0]]
     )
@@ -189,11 +183,9 @@ def one_row(pieces: Sequence[Tensor], index: int) -> Tensor:
 
 def put_row(pieces: Sequence[Tensor], index: int, row: Tensor, *, add: bool = False) -> None:
     """Write a row into the parameters of an expert, or add it to them."""
-    for piece, part in zip(pieces, row.split([piece[index].numel() for piece in pieces]), strict=True):
-        if add:
-            piece[index] += part.view_as(piece[index])
-        else:
-            piece[index] = part.view_as(piece[index])
+    places = [piece[index] for piece in pieces]
+    for place, part in zip(places, row.split([place.numel() for place in places]), strict=True):
+        place.copy_(place + part.view_as(place) if add else part.view_as(place))
 
 
 def own_slice(value: Tensor, shardings: Sequence[Sharding], position: int) -> Tensor:
@@ -307,11 +299,7 @@ def cut(flat: Tensor, piece: Piece) -> Tensor:
 def whole_state(
     buckets: Iterable[Bucket], owned: Mapping[tuple[str, int], tuple[Tensor, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
-    """Return in full what optimizers keep for the parameters of some buckets, by parameter.
-
-    owned: by bucket and device, with the names of the parameters that have it there. A parameter that has it
-    on no device is left out.
-    """
+    """Return in full what optimizers keep for those parameters that are named with what a device owns."""
     names = {name for _, held in owned.values() for name in held}
     whole = whole_parameters(buckets, lambda bucket, device: owned[bucket, device][0])
     return {name: value for name, value in whole.items() if name in names}

@@ -12,7 +12,7 @@ bucket by bucket, for an update.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -46,10 +46,7 @@ class HostMemory:
     lock: Lock = field(default_factory=Lock)
 
     def take(self, nbytes: int, device: torch.device) -> HostBuffer:
-        """Return a buffer, the one that was given back longest ago or a new one; accelerators need it pinned.
-
-        The current stream of the device waits until the buffer has been read.
-        """
+        """Return a buffer, pinned for accelerators, whose current stream waits until it has been read."""
         with self.lock:
             idle = self.idle.get(nbytes)
             buffer = idle.pop(0) if idle else None
@@ -81,27 +78,21 @@ class HostState:
 
     def __init__(
         self,
-        trains: TrainedPieces,
+        holding: "BucketState",
         segments: Sequence[Tensor],
-        lying: Sequence[Tensor],
-        master: Tensor | None,
+        remainders: Mapping[Tensor, Tensor],
         memory: HostMemory,
         device: torch.device,
     ) -> None:
-        """Keep the state of some trained tensors.
-
-        master: on the host, the copy of what they hold, or of what rounding leaves of it. lying: its parts.
-        """
-        self.trains, self.segments, self.lying, self.master = trains, segments, lying, master
+        """Keep the state of what is trained. remainders: what rounding leaves of it, where it is split."""
+        self.trains, self.segments, self.master = holding.trains, segments, holding.master
+        self.lying = [remainders.get(tensor, tensor) for tensor in segments]  # the parts of the master copy
         self.memory, self.device = memory, device
         self.here: Tensor | None = None  # the master copy on the device
         self.buffers: dict[tuple[int, str], tuple[HostBuffer, Tensor]] = {}  # by segment and key
 
     def bring(self, optimizer: Optimizer, empty: Callable[[int], Tensor]) -> list[Tensor]:
-        """Copy the state to the device, for the optimizer to use it there. Return the copies.
-
-        empty: allocates bytes on the device.
-        """
+        """Copy the state to bytes that `empty` allocates on the device, for the optimizer; return them."""
         made: list[Tensor] = []
 
         def brought(value: Tensor) -> Tensor:
@@ -205,19 +196,11 @@ class BucketState:
             self.write(exact, self.layout.start)
 
     def leaves(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that an optimizer trains, by piece. Between its steps split ones have no memory.
-
-        They are leaves over the memory that is trained: what computes need not know of gradients.
-        """
+        """Return the leaves that an optimizer trains, by piece. Split ones get memory only in its steps."""
         flat = self.trained
         if self.bucket.splits:  # NaN: who reads it in between sees that there is nothing to read
             flat = torch.full((), math.nan, dtype=flat.dtype, device=flat.device).expand(len(flat))
         return [(name, tensor.detach().requires_grad_()) for name, tensor in self.trains.segments(flat)]
-
-    @property
-    def rounds(self) -> bool:
-        """Return whether what this device trains is what it holds, in a longer type."""
-        return self.master is not None and not self.bucket.slices
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:

@@ -61,10 +61,7 @@ def with_flat_gradients(
     several: Sequence[tuple[int, Members]],
     begun: Collection[int],
 ) -> tuple[Boxed, list[tuple[int, Members]]]:
-    """Return the call of a backward that writes gradients into a flat tensor for each bucket, or adds them.
-
-    Return also those of `several` that the call does not fill. begun: slots with a sum, to which it adds.
-    """
+    """Return the call of a backward that writes or adds to flat gradients, and what of `several` is left."""
     boxed_into = cast("Callable[..., Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
     layouts = given_buckets(env, chunk, spec.grad_params)
     flat = [any(name in layout.index for name in spec.in_place) for layout in layouts]
@@ -105,10 +102,7 @@ def with_flat_gradients(
 
 
 def ends_with(env: Env, ins: Instr) -> list[int]:
-    """Return the slots that a phase is the last to use, whose memory it may reuse when it is done with them.
-
-    Only those made on its own stream: memory that another stream made returns to that stream.
-    """
+    """Return the slots that a phase is the last to use, of which its own stream made the memory."""
     return [env.at(slot) for slot in ins.frees if env.makers[slot] == ins.stream]
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Chunk, Output
+from piper.ir.chunk import Output
 from piper.ir.ids import SlotId
 from piper.ir.mesh import axis_through
 from piper.plan.expert_table import ExpertTable
@@ -91,14 +91,12 @@ class Env:
         self.plan: Plan = setup.plans.of(device)
         self.state = DeviceState(setup, device, initial) if state is None else state
         self.dice = dice or Dice(setup.device)
-        self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
+        self.chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
         self.index = {slot: i for i, slot in enumerate([*self.plan.residents, *self.plan.slots])}
         self.slots: list[object] = [None] * len(self.index)
         for slot in self.plan.residents:
             self.slots[self.index[slot]] = self._resident(slot, initial)
-        self.layouts: dict[str, Layout] = {
-            bucket.name: Layout(bucket, device) for bucket in setup.plans.buckets_on(device)
-        }
+        self.layouts = {bucket.name: Layout(bucket, device) for bucket in setup.plans.buckets_on(device)}
         self.clones: dict[str, list[Clones]] = {}  # by the chunks whose experts have them
         for layout in self.layouts.values():
             if layout.clones is not None:

@@ -35,19 +35,20 @@ class DeviceState:
         residents = setup.plans.of(device).residents.items()
         offloaded = {slot.owner for slot, held in residents if slot.kind == "state" and held.host}
         memory = HostMemory()
-        shared = {
-            bucket.name: (state, name)
-            for bucket in setup.plans.buckets_on(device)
-            for state in beside
-            for name, holding in state.holdings.items()
-            if bucket.lies_as(holding.bucket)
-        }
-        self.holdings: dict[str, BucketState] = {
-            bucket.name: shared[bucket.name][0].holdings[shared[bucket.name][1]]
-            if bucket.name in shared
-            else BucketState(bucket, device, initial, setup, memory if bucket.name in offloaded else None)
-            for bucket in setup.plans.buckets_on(device)
-        }
+        self.holdings: dict[str, BucketState] = {}
+        self.segments: dict[str, list[tuple[str, Tensor]]] = {}
+        for bucket in setup.plans.buckets_on(device):
+            held = ((state, name) for state in beside for name in state.holdings)
+            lent = next((one for one in held if bucket.lies_as(one[0].holdings[one[1]].bucket)), None)
+            if lent is not None:
+                state, there = lent
+                self.holdings[bucket.name] = state.holdings[there]
+                self.segments |= {bucket.name: state.segments[there]} if there in state.segments else {}
+                continue
+            away = memory if bucket.name in offloaded else None
+            holding = self.holdings[bucket.name] = BucketState(bucket, device, initial, setup, away)
+            if bucket.trainable:
+                self.segments[bucket.name] = holding.leaves()
         self.reached = setup.outline.reached
         self.keep_gradients = False
         self.captured = False  # the step becomes a graph: the host cannot read anything of it
@@ -55,24 +56,12 @@ class DeviceState:
         self.gradients: dict[str, Tensor] = {}
         self.unused: dict[str, dict[str, dict[str, object]]] = {}
         # ^ what an optimizer kept for frozen parameters, by bucket and name, as a checkpoint had it
-        self.segments: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, holding in self.holdings.items():
-            if name in shared:
-                state, there = shared[name]
-                self.segments |= {name: state.segments[there]} if there in state.segments else {}
-            elif holding.bucket.trainable:
-                self.segments[name] = holding.leaves()
         self.copies, self.remainders = self._copies()
         self.away = {
             name: HostState(
-                self.holdings[name].trains,
-                [tensor for _, tensor in self.segments[name]],
-                [self.remainders.get(tensor, tensor) for _, tensor in self.segments[name]],
-                self.holdings[name].master,
-                memory,
-                setup.device,
+                self.holdings[name], [each for _, each in segments], self.remainders, memory, setup.device
             )
-            for name in self.segments
+            for name, segments in self.segments.items()
             if name in offloaded
         }
         trained = [held for segments in self.segments.values() for held in segments]
@@ -91,14 +80,11 @@ class DeviceState:
         self.kernel = self._kernel()
 
     def _copies(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-        """Return what chunks read, and what rounding leaves of it, by the tensors that the optimizer updates.
-
-        The first has those that chunks read in another type, the second those of them that are split.
-        """
+        """Return what chunks read in another type, and what rounding leaves of that, by what is trained."""
         copies, remainders = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for name, segments in self.segments.items():
             holding = self.holdings[name]
-            if holding.master is None or not holding.rounds:
+            if holding.master is None or holding.bucket.slices:
                 continue
             tensors = [tensor for _, tensor in segments]
             copies |= zip(tensors, (part for _, part in holding.trains.segments(holding.own)), strict=True)
@@ -110,13 +96,9 @@ class DeviceState:
     def update(
         self, gradients: Mapping[str, list[Tensor]], sums: Mapping[str, Tensor], *, weighted: bool
     ) -> None:
-        """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
-
-        gradients: of what this device owns of a bucket, in one tensor, or in one for each piece.
-        sums: by name, the first number of each; empty where none matters. They stay on the device: the host
-        waits for them only where overflows may skip the update, unless the step is captured.
-        weighted: the gradients are divided by the weight.
-        """
+        """Step the optimizer, given each bucket's summed gradient, and the first number of each sum."""
+        # A gradient is one tensor of what this device owns, or one for each piece. Sums stay on the device;
+        # the host waits for them only where overflows may skip the update, unless the step is captured.
         weight, skip = sums.get("weight") if weighted else None, sums.get("overflows")
         if self.keep_gradients:
             for name, parts in gradients.items():
@@ -134,8 +116,7 @@ class DeviceState:
             tensors = [tensor for tensor, _ in portion]
             with self._joined(tensors):
                 give_gradients(portion)
-                kernels_skip = skipped(self.optimizer, skip if self.captured else None)
-                with divided(self.optimizer, tensors, divisor), kernels_skip:
+                with scaled_step(self.optimizer, tensors, divisor, skip if self.captured else None):
                     self.optimizer.step()
                 for tensor in tensors:
                     tensor.grad = None
@@ -209,10 +190,7 @@ class DeviceState:
             held[key] = value
 
     def kept(self, bucket: str, key: str) -> tuple[Tensor, tuple[str, ...]]:
-        """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
-
-        The names are those of the parameters that have it; the others count as zeros.
-        """
+        """Return what the optimizer keeps for a bucket as one flat tensor, and which parameters have it."""
         found = torch.zeros_like(self.holdings[bucket].trained)
         places = dict(self.holdings[bucket].trains.segments(found))
         state = {} if self.optimizer is None else self.optimizer.state
@@ -252,10 +230,7 @@ class DeviceState:
 def portions(
     optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]], *, splits: bool
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield parameters with their gradients: all at once, or as many as casts and joins may take memory for.
-
-    Only one of torch's own optimizers is stepped several times: each parameter's state is its own.
-    """
+    """Yield all pairs at once, or of torch's own optimizers as many as casts may take memory for."""
     casts = splits or any(tensor.dtype != gradient.dtype for tensor, gradient in pairs)
     apart = casts and not hooked(optimizer) and is_ours(optimizer)
     portion: list[tuple[Tensor, Tensor]] = []
@@ -288,42 +263,32 @@ def give_gradients(portion: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 @contextmanager
-def divided(optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | None) -> Iterator[None]:
-    """Let an optimizer see the gradients of tensors divided. torch's fused kernels divide as they read."""
-    types = {tensor.dtype for tensor in tensors} if divisor is not None else set[torch.dtype]()
-    fused = is_fused(optimizer) and not optimizer._optimizer_step_pre_hooks
-    if divisor is not None and fused and types == {torch.float32}:
-        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
-        yield
-        del optimizer.grad_scale  # type: ignore[attr-defined]
-        return
-    for dtype in types:  # CUDA divides all in one kernel if the divisor has their type
-        assert divisor is not None
-        values = [tensor.grad for tensor in tensors if tensor.grad is not None and tensor.dtype is dtype]
-        torch._foreach_div_(values, divisor.to(dtype))
+def scaled_step(
+    optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
+) -> Iterator[None]:
+    """Let a step see the gradients of tensors divided, and change nothing where `skip` is 1, or more."""
+    given: dict[str, Tensor] = {}  # to torch's fused kernels, as `torch.amp.GradScaler` does
+    types = {tensor.dtype for tensor in tensors}
+    if skip is not None:
+        assert steps_fused(optimizer), "graphs are refused where an optimizer cannot skip a step"
+        given["found_inf"] = skip.clamp(max=1).float()
+    if divisor is not None and types == {torch.float32} and steps_fused(optimizer):
+        given["grad_scale"] = divisor.float()  # they divide as they read
+    elif divisor is not None:
+        for dtype in types:  # CUDA divides all in one kernel if the divisor has their type
+            values = [tensor.grad for tensor in tensors if tensor.grad is not None and tensor.dtype is dtype]
+            torch._foreach_div_(values, divisor.to(dtype))
+    for name, value in given.items():
+        setattr(optimizer, name, value)
     yield
+    for name in given:
+        delattr(optimizer, name)
 
 
-@contextmanager
-def skipped(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
-    """Let the fused kernels of an optimizer change nothing where `skip` is 1, or more."""
-    if skip is None:
-        yield
-        return
-    assert skips(optimizer), "graphs are refused where an optimizer cannot skip a step"
-    optimizer.found_inf = skip.clamp(max=1).float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
-    yield
-    del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def skips(optimizer: Optimizer) -> bool:
-    """Return whether kernels of an optimizer can skip a step by themselves, and nothing else comes of it."""
-    return is_fused(optimizer) and not hooked(optimizer)
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps by one of torch's fused kernels, which divide by `grad_scale`."""
-    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+def steps_fused(optimizer: Optimizer) -> bool:
+    """Return whether a step of an optimizer is one of torch's fused kernels, and nothing else comes of it."""
+    fused = type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and not hooked(optimizer)
 
 
 def fuse(optimizer: Optimizer) -> None:

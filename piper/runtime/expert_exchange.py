@@ -35,8 +35,6 @@ from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Group, joined
 
 TABLES = "piper_experts"  # the field of a batch that says where experts are computed
-
-
 Rows = list[list[int]]  # by member of a group, and by expert
 
 
@@ -86,8 +84,7 @@ class Splits:
 def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     """Agree on how many rows travel; also the rows that each local expert will get."""
     given, taken = swapped_counts(group, counts)
-    here, arrival = on_its_way(torch.stack((given, taken)))
-    return Splits(counts=here, arrival=arrival), taken.sum(0)
+    return splits_of(given, taken), taken.sum(0)
 
 
 def swapped_counts(group: Group, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,10 +141,8 @@ class Division:
                 end += table.shares[place][slot]
                 until[at] = end
                 order.append(at)
-        numbers = (torch.tensor(each, device=device) for each in (experts, before, until, whole))
-        return cls(
-            **dict(zip(("experts", "before", "until", "whole"), numbers, strict=True)), order=tuple(order)
-        )
+        rows = torch.tensor([experts, before, until, whole], device=device)
+        return cls(experts=rows[0], before=rows[1], until=rows[2], whole=rows[3], order=tuple(order))
 
     def rows(self, counts: Tensor) -> Tensor:
         """Return how many rows each sender gives to each slot, given how many it has for each expert."""
@@ -163,19 +158,18 @@ def count_divided(group: Group, counts: Tensor, division: Division) -> tuple[Spl
     everyone = torch.cat(group.swap([counts.view(1, -1)] * group.size, [1] * group.size))
     rows = division.rows(everyone).view(group.size, group.size, -1)
     given, taken = rows[group.rank], rows[:, group.rank].contiguous()
-    here, arrival = on_its_way(torch.stack((given, taken)))
-    return Splits(counts=here, arrival=arrival, order=division.order), taken.sum(0), everyone.sum(0)
+    return splits_of(given, taken, division.order), taken.sum(0), everyone.sum(0)
 
 
-def on_its_way(value: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Start the copy of a value to the host; return it, and the event after which it can be read."""
-    # The host does not wait. None: the value can be read at once.
-    if not is_accelerator(value.device):
-        return value, None
-    here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    arrival = module(value.device).Event()
-    arrival.record(module(value.device).current_stream(value.device))
-    return here, arrival
+def splits_of(given: Tensor, taken: Tensor, order: tuple[int, ...] = ()) -> Splits:
+    """Return how rows travel. The numbers are on their way to the host, which does not wait."""
+    counts = torch.stack((given, taken))
+    if not is_accelerator(counts.device):
+        return Splits(counts=counts, order=order)
+    here = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+    arrival = module(counts.device).Event()
+    arrival.record(module(counts.device).current_stream(counts.device))
+    return Splits(counts=here, arrival=arrival, order=order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +200,7 @@ class Blocks:
 
 
 def count_blocks(group: Group, counts: Tensor, rows: int, size: int) -> tuple[Blocks, Tensor, Tensor]:
-    """Agree on where rows lie in blocks; also the rows of each local expert, and whether some are left out.
-
-    counts: rows of this device for each expert, `rows` in all.
-    """
+    """Agree on where `rows` lie in blocks; also the rows of own experts, and whether some are left out."""
     given, taken = swapped_counts(group, counts)
     sent = given.sum(1)
     ends = sent.cumsum(0)

@@ -24,10 +24,7 @@ LEAST = LARGEST * 1e-30  # of a row's largest magnitude: rows of zeros have a sc
 
 
 class RowsByOperations:
-    """The rows of a bucket that lie in a flat tensor, whole or in part, rounded by operations of torch's.
-
-    peaks: the largest magnitude of every row of the bucket.
-    """
+    """The rows of a bucket in a flat tensor, whole or in part, rounded by operations of torch's."""
 
     def __init__(self, runs: Sequence[RowRun], start: int) -> None:
         """Keep runs of rows. start: the element of the bucket at which the tensor begins."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from piper.ir.ids import OF_STEP
 from piper.plan.instr import Instr
 from piper.runtime.accelerator import is_accelerator
-from piper.runtime.bucket_layout import Flat, Layout, Resharding
+from piper.runtime.bucket_layout import Flat, Resharding
 from piper.runtime.context import Bound, Env
 from piper.runtime.fp8_gathers import gather_in_fp8
 
@@ -78,10 +78,13 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     how = next(how for how in bucket.reductions if bucket.gradient(how.gets) == ins.writes[0])
 
     def run() -> None:
-        if value is None:  # no microbatch of this device gives a gradient: it adds nothing
+        parts = [] if value is None else parts_of(slots[value])
+        if not parts:  # no microbatch of this device gives a gradient: it adds nothing
             flat = torch.zeros(bucket.numel, dtype=layout.travels, device=device)
+        elif len(parts) == 1:
+            flat = parts[0].reshape(-1).to(layout.travels)
         else:
-            flat = flat_of(slots[value], layout)
+            flat = layout.flatten(parts, layout.travels).whole
         shard = layout.scatter(group, how, flat)
         if again:
             cast(Tensor, slots[target]).add_(shard)
@@ -89,14 +92,6 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
             slots[target] = shard.to(layout.sums)
 
     return run
-
-
-def flat_of(value: object, layout: Layout) -> Tensor:
-    """Return a gradient, or a shard of it, as one flat tensor in the type that it travels in."""
-    parts = parts_of(value)
-    if len(parts) == 1:
-        return parts[0].reshape(-1).to(layout.travels)
-    return layout.flatten(parts, layout.travels).whole
 
 
 def parts_of(value: object) -> list[Tensor]:

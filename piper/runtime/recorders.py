@@ -50,9 +50,9 @@ class Recorder:
         assert place == len(self.rows), "instructions are watched in order"
         row: list[Times] = []
         self.rows.append(row)
-        if self.events is not None:
-            return labelled(ins.node, self.events.watch(row, self.most, run))
         most = self.most
+        if self.events is not None:
+            return labelled(ins.node, self.events.watch(row, most, run))
 
         def timed() -> None:
             if len(row) >= most:
@@ -117,11 +117,8 @@ class Events:
 
 
 def labelled(node: str, run: Bound) -> Bound:
-    """Wrap an instruction so that it has a label while a torch profiler runs.
-
-    The label is an annotation of the user's, which Kineto also draws on the streams of an accelerator, around
-    the kernels that were launched within it. It costs some 10 µs, so it is only made while a profiler runs.
-    """
+    """Wrap an instruction so that it has a label while a torch profiler runs."""
+    # Kineto also draws it on the streams of an accelerator, around the kernels that were launched within it.
 
     def named() -> None:
         if profiler._is_profiler_enabled:  # of the process: threads do not know of a profiler themselves
@@ -219,11 +216,9 @@ def loss_chunk(outline: CapturedModel) -> Chunk:
 
 
 class PredictionRecorder:
-    """The predictions of a device, by microbatch: results of a forward, kept where losses would be added up.
+    """The predictions of a device, by microbatch: forwards, kept where losses would be added up."""
 
-    The program that predicts has the forward's result in the place of the loss of each microbatch. So its
-    proof, that every loss is counted exactly once, says of the predictions that none is missing.
-    """
+    # So the proof that every loss is counted exactly once says of the predictions that none is missing.
 
     def __init__(self, env: Env) -> None:
         self.env = env

@@ -20,6 +20,7 @@ from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
 from piper.plan.bucket import Bucket
+from piper.plan.updates import sharers
 from piper.process.usercode import named, raised
 from piper.runtime.bucket_layout import own_slice
 
@@ -53,102 +54,75 @@ class ParameterPart:
         return local_sizes(whole, self.shardings) if self.run is None else (self.run[1] - self.run[0],)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The parameters of one device's optimizer, in order."""
-
-    device: int
-    parts: tuple[ParameterPart, ...]
+Parts = tuple[ParameterPart, ...]  # that the optimizer of one device is given, in order
 
 
 def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
-    """Return the devices that hold the same trained buckets, with these buckets, in the order of the plan."""
+    """Return the devices that hold the same buckets, with these buckets, in the order of the plan."""
     by_device: dict[int, list[Bucket]] = {}
     for bucket in buckets:
-        if bucket.trainable:
-            for device in bucket.devices:
-                by_device.setdefault(device, []).append(bucket)
-    classes: dict[tuple[str, ...], tuple[list[int], tuple[Bucket, ...]]] = {}
-    for device, mine in by_device.items():
-        classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
-    return [(tuple(devices), mine) for devices, mine in classes.values()]
+        for device in bucket.devices:
+            by_device.setdefault(device, []).append(bucket)
+    classes = sharers({device: tuple(b.name for b in mine) for device, mine in by_device.items()})
+    return [(tuple(devices), tuple(by_device[devices[0]])) for devices in classes.values()]
 
 
-def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
-    """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
-    parts: list[ParameterPart] = []
-    for bucket in buckets:
-        shard = bucket.rank(device), bucket.group_size
-        parts += cut(bucket, sizes, shard, bucket.devices.index(device))
-    return View(device=device, parts=tuple(parts))
+def parts_on(device: int, buckets: Iterable[Bucket]) -> Parts:
+    """Return what the optimizer of a device is given of these buckets."""
+    return tuple(
+        ParameterPart(
+            name=piece.name,
+            shardings=piece.shardings,
+            position=bucket.devices.index(device) if piece.shardings else 0,
+            run=(low - piece.offset, high - piece.offset) if bucket.zero and not bucket.bounds else None,
+        )
+        for bucket in buckets
+        for piece, low, high in bucket.pieces_in(*bucket.owned(device))
+    )
 
 
-def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterator[View]:
-    """Yield what devices like this one are given in miniature: one view for each rank among few shards."""
-    # Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
+def small_parts(buckets: Sequence[Bucket], sizes: Sizes) -> Iterator[Parts]:
+    """Yield what devices are given of buckets in miniature, for each place among few shards and slices."""
 
     def cuts(bucket: Bucket) -> tuple[int, int]:
         slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, slices
 
     for number in range(max(math.prod(cuts(bucket)) for bucket in buckets)):
-        parts: list[ParameterPart] = []
-        for bucket in buckets:
-            shards, slices = cuts(bucket)
-            for piece in bucket.pieces:
-                small = replace(piece, shardings=small_shardings(piece.shardings))
-                alone = replace(bucket, pieces=(small,))
-                parts += cut(alone, sizes, (number // slices % shards, shards), number % slices)
-        yield View(device=device, parts=tuple(parts))
+        given = (small_pieces(bucket, sizes, number, *cuts(bucket)) for bucket in buckets)
+        yield tuple(part for parts in given for part in parts)
 
 
-def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
-    """Yield what a device holds of a bucket whose parameters have these sizes.
-
-    shard: the device's place among the shards, and of how many. position: among those that slice parameters.
-    """
-    slices = [
-        ParameterPart(name=piece.name, shardings=piece.shardings, position=position if piece.shardings else 0)
-        for piece in bucket.pieces
-    ]
-    if not bucket.zero:
-        yield from slices
-        return
-    if bucket.bounds:
-        for piece, part in zip(bucket.pieces, slices, strict=True):
-            if bucket.owner(piece) % shard[1] == shard[0]:
-                yield part
-        return
-    lengths = [math.prod(part.shape(sizes[part.name])) for part in slices]
-    own = -(-sum(lengths) // shard[1])
-    start, offset = shard[0] * own, 0
-    for part, length in zip(slices, lengths, strict=True):
-        low, high = max(offset, start), min(offset + length, start + own)
-        if low < high:
-            yield replace(part, run=(low - offset, high - offset))
-        offset += length
+def small_pieces(
+    bucket: Bucket, sizes: Sizes, number: int, shards: int, slices: int
+) -> Iterator[ParameterPart]:
+    """Yield a device's parts of a bucket in miniature, of which every parameter is cut, by shards too."""
+    rank, position = number // slices % shards, number % slices
+    for piece in bucket.pieces:
+        held = small_shardings(piece.shardings)
+        part = ParameterPart(name=piece.name, shardings=held, position=position if held else 0)
+        length = math.prod(part.shape(sizes[piece.name]))
+        own = -(-length // shards)
+        if not bucket.zero or (bucket.bounds and bucket.owner(piece) % shards == rank):
+            yield part
+        elif not bucket.bounds and rank * own < length:
+            yield replace(part, run=(rank * own, min(length, (rank + 1) * own)))
 
 
-def whole_view(names: Iterable[str]) -> View:
+def whole_view(names: Iterable[str]) -> Parts:
     """Return what an optimizer is given in plain PyTorch: every parameter, whole, in the model's order."""
-    return View(device=-1, parts=tuple(ParameterPart(name=name) for name in names))
+    return tuple(ParameterPart(name=name) for name in names)
 
 
-def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
-    """Return the names of a view's parts, with tensors of their true shapes that take no memory."""
+def hollow(parts: Parts, sizes: Sizes) -> list[tuple[str, Tensor]]:
+    """Return the names of some parts, with tensors of their true shapes that take no memory."""
     mode, device = FakeTensorMode(), torch.device("cpu")
 
     def empty(shape: tuple[int, ...]) -> Tensor:  # `torch.empty` in the mode takes three times as long
         tensor: Tensor = FakeTensor(mode, torch.empty(shape, device="meta"), device)
         return tensor.requires_grad_()
 
-    return [(part.name, empty(part.shape(sizes[part.name]))) for part in view.parts]
-
-
-def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the parameters in these buckets."""
-    pieces = (piece for bucket in buckets for piece in bucket.pieces)
-    return {piece.name: whole_sizes(piece.shape, piece.shardings) for piece in pieces}
+    return [(part.name, empty(part.shape(sizes[part.name]))) for part in parts]
 
 
 def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
@@ -201,7 +175,7 @@ def build_optimizer(
 
     The user's function sees every parameter of the model with its name and original shape, so that its groups
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
-    values, or an optimizer that makes its state at once, gets the parts themselves.
+    values gets the parts themselves, and so does one again whose optimizer makes its state at once.
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
@@ -209,28 +183,32 @@ def build_optimizer(
     try:
         optimizer = make_optimizer(make, whole)
     except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError | TypeError):
+        if not looks_at_values(error):
             raise
         return make_optimizer(make, held) if held else None
+    names, parts = {id(tensor): name for name, tensor in whole}, dict(held)
+    groups = optimizer.param_groups
     if optimizer.state:
-        return make_optimizer(make, held) if held else None
-    names = {id(tensor): name for name, tensor in whole}
-    parts = dict(held)
-    for group in optimizer.param_groups:
+        if not held:
+            return None
+        optimizer = make_optimizer(make, held)
+    for group in groups:
         found = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
         here = [name for name in found if name in parts]
         group["params"] = [parts[name] for name in here]
         if "param_names" in group:
             group["param_names"] = here
+    optimizer.param_groups[:] = groups
     return optimizer
 
 
-def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
-    """Call the user's `optimizer`, and refuse what it gives where that cannot train on devices.
+def looks_at_values(error: ConfigError) -> bool:
+    """Return whether a user's function may have failed because stand-ins have no values."""
+    return isinstance(error.__cause__, RuntimeError | TypeError)
 
-    It gets the parameters, of which `named_parameters()` gives the names; or pairs of a name and a parameter,
-    if its argument has a name like `named`.
-    """
+
+def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
+    """Call the user's `optimizer`, with pairs if it takes these, and refuse what cannot train on devices."""
     with telling("optimizer() failed", make, f"it is called with a list of all parameters: {OPTIMIZER}"):
         made = make(list(named_params) if takes_pairs(make) else Parameters(named_params))  # type: ignore[arg-type]
     by, kind = named("optimizer", make), type(made).__name__
@@ -311,29 +289,17 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
         advance(scheduler, make, step)
 
 
-def empty_optimizer(
-    make: MakeOptimizer, buckets: Iterable[Bucket], sizes: Sizes | None = None
-) -> Optimizer | None:
-    """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
-
-    sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
-    """
-    trained = [bucket for bucket in buckets if bucket.trainable]
-    if not trained:
+def empty_optimizer(make: MakeOptimizer, sizes: Sizes) -> Optimizer | None:
+    """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained."""
+    if not sizes:
         return None
-    sizes = true_sizes(trained) if sizes is None else sizes
     try:
         return make_optimizer(make, hollow(whole_view(sizes), sizes))
     except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError | TypeError):  # of one that looks at values
+        if not looks_at_values(error):
             raise
-    devices, mine = classes_of(trained)[0]
-    small = small_sizes(sizes, trained)
-    view = next(small_views(devices[0], mine, small))
-    return make_optimizer(
-        make,
-        [(part.name, torch.zeros(part.shape(small[part.name]), requires_grad=True)) for part in view.parts],
-    )
+    small = small_sizes(sizes, ())
+    return make_optimizer(make, [(n, torch.zeros(size, requires_grad=True)) for n, size in small.items()])
 
 
 def is_ours(optimizer: Optimizer) -> bool:

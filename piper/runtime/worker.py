@@ -125,10 +125,9 @@ class Worker:
         env.streams = executor.streams
         if self.intake is None:
             return executor
-        residents = [env.at(slot) for slot in env.plan.residents]
         overflows = self.places.get("overflows")
         undone = None if overflows is None else (env.at(TOTAL), overflows.start)
-        return GraphExecutor(executor, self.intake, residents, undone)
+        return GraphExecutor(executor, self.intake, [*map(env.at, env.plan.residents)], undone)
 
     def _fetch(self) -> None:
         """Bring the step's sums to the host; on an accelerator, when it gets there."""
@@ -166,11 +165,8 @@ class Worker:
         return Sums(numbers=numbers, rows=rows, repeated=repeated, fullest=fullest)
 
     def _issue(self) -> bool:
-        """Run the plan, and again where rows have exceeded their blocks: then as many travel as are counted.
-
-        Return whether it ran again. All devices know of it. The first run has changed buffers only: no device
-        has updated anything.
-        """
+        """Run the plan, and again, as is returned, where rows have exceeded their blocks."""
+        # The first run has then changed buffers only: no device has updated anything.
         env = self.env
         overflows = self.places.get("overflows")
         kept = () if overflows is None else env.index.items()
@@ -197,12 +193,9 @@ class Worker:
         *,
         trains: bool = False,
     ) -> None:
-        """Bind the plan of another program, which uses this worker's parameters, optimizer and buffers.
-
-        initial: the values of buffers that this worker's own plan does not hold. trains: whether it trains,
-        on batches of other sizes. Otherwise it evaluates. Where its strategy holds parameters in another
-        layout, it has a state of its own, which is empty until the worker's state moves there.
-        """
+        """Bind the plan of another program, which trains or evaluates this worker's parameters."""
+        # In another layout it has a state of its own, which is empty until the worker's state moves there.
+        # initial: the values of buffers that this worker's own plan does not hold.
         options = replace(self.options, profile=0, graphs=False)  # each graph keeps memory of its own
         if not trains:
             options = replace(options, keep_gradients=False, keep_outputs=False)

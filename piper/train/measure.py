@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +28,6 @@ from piper.checkpoint.metadata import Trainer
 from piper.compiler import Program
 from piper.ir.format import size
 from piper.job import Job
-from piper.plan.bucket import Bucket
 from piper.run.run import Run
 from piper.runtime.recorders import WARM, ClockOffset, DeviceProfile
 from piper.runtime.trainers import Sizes, advance, empty_optimizer, make_scheduler
@@ -67,12 +66,10 @@ Reporter = Callable[[Measure], None]
 class Rate:
     """The learning rate of each step, from an optimizer like the workers' that has nothing to train."""
 
-    def __init__(
-        self, job: Job, buckets: Iterable[Bucket], resumed: Trainer | None = None, sizes: Sizes | None = None
-    ) -> None:
+    def __init__(self, job: Job, sizes: Sizes, resumed: Trainer | None = None) -> None:
         """Build the schedule, from a resumed state if any; `sizes`: of all parameters that are trained."""
         self._job = job
-        self._optimizer = empty_optimizer(job.optimizer, [bucket.update for bucket in buckets], sizes)
+        self._optimizer = empty_optimizer(job.optimizer, sizes)
         self._scheduler = None
         if self._optimizer is None:
             return

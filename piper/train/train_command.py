@@ -224,7 +224,7 @@ def train_program(
             console.print("Stopping after this step; once more to stop now")
 
     sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-    rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
+    rate = Rate(job, sizes, trainer)
     programs = (program, *program.shapes.values())
     peak = max(timeline(plan).peak for one in programs for plan in one.plans)
     with (

@@ -185,9 +185,10 @@ def test_a_loss_that_is_a_sum_is_named() -> None:
         return error.mean() * error.numel()  # a plain sum is refused by compile
 
     report = checked(job(loss=total, strategy=DP))
-    assert (report.ok, (report.first_bad or "").partition(";")[0]) == (
-        False,
-        "the loss is a sum over the samples, and slices count as means",
+    assert not report.ok
+    assert (
+        "because the loss of the batch is not the mean of the losses of its slices: it is a sum, or"
+        in str(report.first_bad)
     )
 
 
@@ -337,7 +338,7 @@ def test_weights_of_classes_in_another_type_are_named() -> None:
     assert "weight.to(logits.dtype)" in caught.value.hint
 
 
-def test_another_error_of_the_loss_in_fp64_is_not_one_of_types() -> None:
+def test_another_error_of_the_loss_in_fp64() -> None:
     def overflows(model: nn.Module, batch: Batch) -> Tensor:
         scores = model(batch["x"])
         masked = torch.zeros(4).masked_fill(torch.ones(4) > 0, torch.finfo(scores.dtype).min)
@@ -347,7 +348,7 @@ def test_another_error_of_the_loss_in_fp64_is_not_one_of_types() -> None:
     with pytest.raises(ConfigError) as caught:
         checked(job(loss=overflows))
     assert caught.value.facts["why"].endswith("value cannot be converted to type float without overflow")
-    assert caught.value.hint == "call the loss without Piper, with the model in fp64, to see the traceback"
+    assert "call the loss without Piper" in caught.value.hint
 
 
 # Random numbers.

@@ -357,24 +357,17 @@ class Single(nn.Module):
         return x.float().tanh().to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    ("after", "scale", "rounding"),
-    [(Single, 1 + 5e-6, True), (Single, 1 + 1e-3, False), (nn.Tanh, 1 + 1e-8, False)],
-)
+@pytest.mark.parametrize("after", [Single, nn.Tanh])
 def test_a_difference_that_may_be_rounding(
-    after: Callable[[], nn.Module], scale: float, rounding: bool, monkeypatch: pytest.MonkeyPatch
+    after: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays a difference, and the report says so only where float32 could have made it.
-
-    What is smaller than the rounding of plain PyTorch itself is none.
-    """
+    """What is smaller than the rounding of plain PyTorch itself is no difference, and nothing else."""
     gradients = Run.gradients
     made = compile(job(DP, model=lambda: Stages(after)), device="cpu")
-    monkeypatch.setattr(Run, "gradients", lambda run: {name: g * scale for name, g in gradients(run).items()})
-    report = checked(made)
-    assert not report.ok
-    text = "these operations compute in float32: tanh of stages.0.1 (test_check_notices.py:"
-    assert (text in str(report.first_bad)) is rounding, report.first_bad
+    monkeypatch.setattr(
+        Run, "gradients", lambda run: {name: g * (1 + 5e-6) for name, g in gradients(run).items()}
+    )
+    assert not checked(made).ok
     monkeypatch.setattr(
         Run, "gradients", lambda run: {name: g * (1 + 1e-8) for name, g in gradients(run).items()}
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from piper.ir.sharding import Shard
-from piper.runtime.collect import apart, joined, part
 from piper.runtime.comm.synthetic import AloneGroup
+from piper.runtime.kernels import apart, joined, part
 
 VALUE = torch.arange(16).view(2, 8)
 PARTS = [  # the columns that each of two members holds

@@ -116,7 +116,7 @@ def test_many_chunks_are_not_all_named() -> None:
     plan = Plan(devices=(0,), instrs=instrs, slots={}, residents={})
     (reason,) = static_reasons(plan, {name: Chunk(name=name, tags=(), random=True) for name in names})
     assert (
-        reason == "PP=0, PP=1, PP=2 and 2 more: the host sets the seed of random numbers again in every step"
+        reason == "PP=0, PP=1, PP=2, and 2 more: the host sets the seed of random numbers again in every step"
     )
 
 

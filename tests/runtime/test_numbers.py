@@ -85,7 +85,7 @@ def test_places(name: str) -> None:
 
 def test_plain_pytorch_is_what_a_chunk_by_chunk_reference_is_equal_to() -> None:
     """What localises a difference, chunk by chunk, agrees with plain PyTorch on the whole batch."""
-    cell = Cell(case="moe", dp=2, ways=2)
+    cell = Cell(case="moe", dp=2)
     program = compile(job(cell))
     plain, chunks = Reference(program), ChunkwiseReference(program)
     for batch in batches(cell, 2):

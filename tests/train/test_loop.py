@@ -15,26 +15,13 @@ from piper.checkpoint.json_state import encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.plan.bucket import Bucket
-from piper.plan.updates import Piece
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.train.measure import Measure, Rate, tokens_in
 from piper.workers.results import StepResult
 from tests.train.counting import Counting
 
-WEIGHT = Piece(name="w", shape=(2, 2), offset=0)
-BUCKETS = [
-    Bucket(
-        name="all",
-        pieces=(WEIGHT,),
-        devices=(0,),
-        groups=((0,),),
-        chunks=("all",),
-        dtype="float32",
-        itemsize=4,
-    )
-]
+SIZES = {"w": (2, 2)}
 JOB = Job(model=torch.nn.Identity, loss=lambda model, batch: batch["x"].sum(), data=list)
 
 
@@ -131,7 +118,7 @@ def test_a_rate_is_the_workers_rate() -> None:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     job = Job(model=JOB.model, loss=JOB.loss, data=list, scheduler=scheduler)
-    rate, seen = Rate(job, BUCKETS), []
+    rate, seen = Rate(job, SIZES), []
     for step in range(1, 6):
         seen.append(rate.now)
         rate.advance(step)
@@ -154,7 +141,7 @@ def test_a_resumed_rate_is_that_of_the_checkpoint() -> None:
         scheduler="StepLR",
         schedule=encode(kept.state_dict(), "schedule"),
     )
-    rate = Rate(job, BUCKETS, resumed)
+    rate = Rate(job, SIZES, resumed)
     assert rate.now == 4.0
     rate.advance(4)
     assert rate.now == 2.0

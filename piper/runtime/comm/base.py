@@ -35,11 +35,8 @@ class Group(ABC):
 
     @abstractmethod
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Give part i to member i, and return what each member gave to this one.
-
-        Parts differ in their first axis only; `lengths[i]` of it comes from member i. No member may
-        write to the tensors that it gave or got.
-        """
+        """Give part i to member i, and return what each gave to this one: `lengths` of their first axes."""
+        # No member may write to the tensors that it gave or got.
 
     def all_reduce(self, flat: Tensor) -> Tensor:
         """Return the sum of every member's tensor, as a new one."""
@@ -156,10 +153,7 @@ def speaks_in(plans: Plans, others: Plans) -> bool:
 
 
 def joined(parts: Sequence[Tensor], *, whole: bool = False) -> Tensor:
-    """Join parts one after another; where they lie so in memory, return a view: a copy costs a sum.
-
-    whole: only a view of all of that memory, which then holds nothing else.
-    """
+    """Join parts: as a view where they follow each other in memory, and are all of it if `whole`."""
     full = [part for part in parts if len(part)]
     if not full:
         return parts[0]

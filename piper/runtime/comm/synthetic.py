@@ -125,11 +125,9 @@ def form_of(env: Env, ins: Instr) -> Form:
 
 
 def totalled(env: Env, ins: Instr) -> Bound:
-    """Sum up a step as if the other devices had seen samples: gradients are divided by the total weight.
-
-    A device without the loss has no weight of its own. Dividing by 0 would fill its parameters with NaN, and
-    a GPU multiplies those a fifth faster than numbers, because all products are the same.
-    """
+    """Sum up a step as if the other devices had seen samples: gradients are divided by the total weight."""
+    # A device without the loss has no weight of its own. Dividing by 0 would fill its parameters with NaN,
+    # which a GPU multiplies a fifth faster than numbers, because all products are the same.
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     weight = env.setup.plans.places["weight"]
 
@@ -157,11 +155,9 @@ class Sleeper:
 
 
 class CopyEngine:
-    """Copies between host and device for the time given, which leaves the processors free.
+    """Copies between host and device for the time given, which leaves the processors free."""
 
-    The copy engines share the link to the host: copies in one direction at one time take longer than
-    predicted, as they would on one network adapter. The two directions are independent.
-    """
+    # Copies in one direction at one time share the link, as they would a network adapter.
 
     def __init__(self, accelerator: torch.device) -> None:
         self.host = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)

@@ -7,7 +7,6 @@ bytes for each parameter where 28 are enough.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -102,22 +101,15 @@ class SplitAdam:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self.compiled = False
 
     def step(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None = None) -> list[Pair]:
-        """Update parameters by their gradients. Return the pairs of those that torch has to update.
-
-        torch takes the first step of a parameter, in which it makes the optimizer's state.
-        divisor: of the gradients, on the device. skip: change nothing where it is above 0.
-        """
+        """Update parameters by their gradients, unless `skip` is above 0; return the pairs for torch."""
+        # torch takes the first step of a parameter, in which it makes the optimizer's state.
         if not suits(self.optimizer):
             return [*pairs]
         divisor = None if divisor is None else divisor.float()
         skip = None if skip is None else skip.clamp(max=1).float()
         taken = [pair for pair in pairs if pair[0] in self.low and pair[1].dtype in READ]
-        if taken and not self.compiled:
-            self.compiled = True
-            self._compile(taken, divisor, skip)
         ready = [pair for pair in taken if self._is_ready(*pair)]
         if ready:
             steps = [self.optimizer.state[parameter]["step"] for parameter, _ in ready]
@@ -127,10 +119,7 @@ class SplitAdam:
                 torch._foreach_add_(steps, [1 - skip] * len(steps))
             rates = [_rate(group["lr"], ready) for group in self.optimizer.param_groups]
             for parameter, gradient in ready:
-                number = self.groups[parameter]
-                halves = self.high[parameter].view(torch.int16), self.low[parameter]
-                group, state = self.optimizer.param_groups[number], self.optimizer.state[parameter]
-                self._launch(halves, gradient, state, group, rates[number], divisor, skip)
+                self._launch(parameter, gradient, rates[self.groups[parameter]], divisor, skip)
         done = {parameter for parameter, _ in ready}
         return [pair for pair in pairs if pair[0] not in done]
 
@@ -142,30 +131,11 @@ class SplitAdam:
         read = (self.high[parameter], self.low[parameter], gradient, state["exp_avg"], state["exp_avg_sq"])
         return all(tensor.is_cuda and tensor.is_contiguous() for tensor in read)
 
-    def _compile(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None) -> None:
-        """Run the kernel on values of no consequence: where a step becomes a graph, it cannot be compiled."""
-        for given in {gradient.dtype for _, gradient in pairs}:
-            for offset in (0, 1):  # elements: each form of the kernel
-                zeros = [torch.zeros(BLOCK, device=pairs[0][1].device)[offset:] for _ in range(3)]
-                state = {"exp_avg": zeros[1], "exp_avg_sq": zeros[2], "step": zeros[0].new_ones(())}
-                halves = (
-                    torch.zeros_like(zeros[0], dtype=torch.int16),
-                    torch.zeros_like(zeros[0], dtype=torch.int16),
-                )
-                for group in self.optimizer.param_groups:
-                    rate = _rate(group["lr"], pairs)
-                    self._launch(halves, zeros[0].to(given), state, group, rate, divisor, skip)
-
     def _launch(
-        self,
-        halves: tuple[Tensor, Tensor],
-        gradient: Tensor,
-        state: Mapping[str, Tensor],
-        group: Mapping[str, Any],
-        rate: Tensor,
-        divisor: Tensor | None,
-        skip: Tensor | None = None,
+        self, parameter: Tensor, gradient: Tensor, rate: Tensor, divisor: Tensor | None, skip: Tensor | None
     ) -> None:
+        group, state = self.optimizer.param_groups[self.groups[parameter]], self.optimizer.state[parameter]
+        halves = self.high[parameter].view(torch.int16), self.low[parameter]
         tensors = *halves, gradient, state["exp_avg"], state["exp_avg_sq"]
         count, (beta1, beta2) = gradient.numel(), group["betas"]
         aligned = count % ALIGNED == 0 and all(each.data_ptr() % ALIGNED == 0 for each in tensors)

@@ -69,11 +69,7 @@ class RowsByKernels:
     def __init__(
         self, runs: Sequence[RowRun], start: int, device: torch.device, *, smallest: float, largest: float
     ) -> None:
-        """Keep where rows lie.
-
-        start: the element of the bucket at which the tensor begins. smallest: what a peak counts as at least.
-        largest: the number that a peak becomes.
-        """
+        """Keep where rows lie in a tensor that begins at `start` of a bucket, and the bounds of scales."""
         widths = [(run.stop - run.start) // run.count for run in runs]
         starts = [
             run.start - start + width * row

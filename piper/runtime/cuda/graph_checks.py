@@ -5,7 +5,7 @@ gave them then. So nothing in a step may depend on what the host knows only whil
 instruction of it can be watched by itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
+from piper.ir.format import listed
 from piper.plan.ops import BY_HOST, Routing
 from piper.plan.plan import Plan
-from piper.runtime.device_state import fuse, skips
+from piper.runtime.device_state import fuse, steps_fused
 from piper.runtime.setup import Setup
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ LOOKS = {
 }  # options that look into a step
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 COUNTED = "how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
-MOST = 3  # chunks that are named
 
 
 def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_host: bool) -> None:
@@ -82,12 +82,6 @@ def grouped(chunk: Chunk) -> bool:
     return all(spec.dtype == "bfloat16" and spec.shape[-1] % 8 == 0 for spec in rows)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names in one line, the first ones if they are many."""
-    more = len(names) - MOST
-    return ", ".join(names[:MOST]) + (f" and {more} more" if more > 0 else "")
-
-
 def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
     """Return why a job's optimizer and scheduler need the host; both are tried on a single number."""
     if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
@@ -96,7 +90,7 @@ def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
     fuse(optimizer)  # as on the device
     reasons = optimizer_reasons(optimizer)
-    if skips_steps and not reasons and not skips(optimizer):
+    if skips_steps and not reasons and not steps_fused(optimizer):
         name = type(optimizer).__name__
         reasons.append(
             f"{name} cannot skip a step in which rows exceed their blocks: no fused kernel does it"
@@ -108,8 +102,7 @@ def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
 
 
 def optimizer_reasons(optimizer: Optimizer) -> list[str]:
-    """Return why an optimizer's step cannot be captured."""
-    # SGD has to be fused; any other optimizer has to have the setting `capturable`.
+    """Return why an optimizer's step cannot be captured: SGD has to be fused, others to be `capturable`."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         if isinstance(optimizer, SGD) and not group["fused"]:

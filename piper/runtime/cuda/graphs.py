@@ -24,11 +24,9 @@ WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are c
 
 
 class Intake:
-    """The static inputs of one device's instructions, and the kernels that read them.
+    """The static inputs of a device's instructions, and the kernels that read them."""
 
-    A graph reads the same memory in every step. So what the host says before each, the rows of the batch and
-    the learning rates, lies in static memory, pinned on the host, which is filled before the launch.
-    """
+    # A graph reads the same memory in every step: the host fills it before the launch.
 
     def __init__(self) -> None:
         self.fills: list[Bound] = []
@@ -114,11 +112,10 @@ class Intake:
 
 
 class Rates:
-    """An optimizer's learning rates where a graph can read them, one for each group of parameters.
+    """An optimizer's learning rates where a graph can read them, one for each group of parameters."""
 
-    Outside of a step the optimizer has them as numbers, as schedulers and checkpoints expect. They are single
-    precision on the device: torch's fused kernels read no other.
-    """
+    # Outside of a step the optimizer has them as numbers, as schedulers and checkpoints expect. On the device
+    # they are single precision: torch's fused kernels read no other.
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
@@ -152,15 +149,10 @@ class Rates:
 
 
 class GraphExecutor:
-    """Runs a plan as `StreamExecutor` does in its first steps, and as one graph afterwards.
+    """Runs a plan as `StreamExecutor` does in its first steps, then as one graph of all that it issues."""
 
-    What is captured is the whole issue of a step: streams become branches of the graph, the plan's events its
-    edges, and memory comes from a pool of the graph's own, in which slots follow each other as they do in a
-    step. A replay is one call. The host only fills the intake before it, and waits for its end.
-
-    What a step replaces rather than writes in place (buffers, the sums) is copied back to where it was, so
-    that the next replay finds it.
-    """
+    # Memory comes from a pool of the graph's own, in which slots follow each other as in a step. What a step
+    # replaces rather than writes in place (buffers, the sums) is copied back, for the next replay to find it.
 
     def __init__(
         self,
@@ -271,10 +263,7 @@ class GraphExecutor:
 
 
 def put_back(slots: list[object], before: Mapping[int, object], undone: Undone | None = None) -> None:
-    """Copy what has been replaced to where it was, on the current stream.
-
-    undone: where this number is above 0, the slots but its own stay as they were. None: none of them does.
-    """
+    """Copy what has been replaced to where it was; only the slot of `undone` where that number is above 0."""
     total, number = undone or (-1, 0)
     stays = None if undone is None else cast(Tensor, slots[total])[number] > 0
     for slot, value in before.items():
