@@ -20,21 +20,12 @@ from piper.models.layers import collect, group_by_expert
 
 NAME = "piper"  # experts_implementation=NAME
 OUTPUTS, INPUTS = 0, 1  # dimensions of a linear layer's weight
-STYLES: Mapping[
-    str, int | None
-] = {  # what transformers calls it: the dimension; None: every device holds all of it
-    "colwise": OUTPUTS,
-    "colwise_rep": OUTPUTS,
-    "colwise_gather_output": OUTPUTS,
-    "packed_colwise": OUTPUTS,
-    "rowwise": INPUTS,
-    "rowwise_rep": INPUTS,
-    "rowwise_split_input": INPUTS,
-    "packed_rowwise": INPUTS,
+STYLES: Mapping[str, int | None] = {  # what transformers calls it: the dimension
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"), OUTPUTS),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"), INPUTS),
     "embedding_rowwise": 0,
-    "replicated_with_grad_allreduce": None,
-    "sequence_parallel": None,
-    "mla_kv_a_proj": None,
+    # Every device holds all of it
+    **dict.fromkeys(("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj"), None),
 }
 VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: no device holds all logits
 
