@@ -30,10 +30,7 @@ POINTWISE = CASTS | LIKE | CHOOSES | {aten.__and__.Tensor, aten.__or__.Tensor}
 
 
 def by_family(node: fx.Node) -> Rule | None:
-    """Return the rule of an operation that has none of its own: that of pointwise work, or DTensor's.
-
-    Pointwise work treats every element by itself, and gives one value for each.
-    """
+    """Return the rule of an operation that has none of its own: that of pointwise work, or DTensor's."""
     target = node.target
     if target is operator.getitem:
         return getitem
