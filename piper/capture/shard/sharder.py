@@ -8,6 +8,7 @@ sums its gradient. A parameter goes without one, because its bucket takes the su
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ from piper.capture.shard.layout import (
 )
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.trace.effects import draws, name_of, writes
-from piper.capture.trace.recording import FromParameter, Recording, collective, marker
+from piper.capture.trace.recording import FromParameter, Origin, Recording, collective, marker
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -236,6 +237,22 @@ class Sharder(LocalGraph):
             if local.target is collective:  # the chunk of the loss must be one that computes
                 local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, REPLICATE
+
+    def recorded(self) -> Recording:
+        """Return the forward of one device, once it is written."""
+        known = self.recording.origins
+        origins: dict[fx.Node, Origin] = {self.local[node]: origin for node, origin in known.items()}
+        origins |= {local: known[node] for node, local in self.unsharded.items()}
+        origins |= {node: place for place, node in self.ranks.items()}
+        return replace(
+            self.recording,
+            graph=self.graph,
+            origins=origins,
+            results=tuple(self.local[result] for result in self.recording.results),
+            tags={node: self.tags.get(node, ()) for node in self.graph.nodes},
+            modes=self.modes,
+            bundles=self.bundles,
+        )
 
     @contextmanager
     def _own_slices(self, node: fx.Node) -> Iterator[None]:
