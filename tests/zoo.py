@@ -267,8 +267,14 @@ def _words(model: Callable[[], nn.Module], stages: int, *, tied: bool = False, e
     )
 
 
+def mean_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean cross entropy of a Hugging Face model."""
+    logits: Tensor = model(input_ids=batch["tokens"], use_cache=False).logits
+    return causal.mean_cross_entropy(logits, batch["labels"])
+
+
 def _hf(model: Callable[[int], nn.Module], stages: int, *, tied: bool = False, experts: int = 0) -> Case:
-    return replace(_words(lambda: model(stages), stages, tied=tied, experts=experts), loss=huggingface.loss)
+    return replace(_words(lambda: model(stages), stages, tied=tied, experts=experts), loss=mean_loss)
 
 
 _CASES: Mapping[str, Callable[[int], Case]] = MappingProxyType(

@@ -13,6 +13,7 @@ import torch
 from torch._guards import TracingContext
 
 from piper.errors import CaptureError, LossError
+from piper.process.usercode import one_line
 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = (
@@ -130,13 +131,8 @@ def reason(error: Exception) -> str:
     for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
         if match := re.search(pattern, text, re.MULTILINE):
             raised = re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", match.group(1))
-            return _one_line(_FAILED_LOOKUP.sub(lambda match: match["key"].replace("\\'", "'"), raised))
-    return _one_line(f"{type(error).__name__}: {text}")
-
-
-def _one_line(text: str, width: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 3] + "..."
+            return one_line(_FAILED_LOOKUP.sub(lambda match: match["key"].replace("\\'", "'"), raised))
+    return one_line(f"{type(error).__name__}: {text}")
 
 
 def line_of(node: torch.fx.Node) -> str | None:

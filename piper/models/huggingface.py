@@ -15,26 +15,17 @@ from torch import Tensor, nn
 from piper.errors import ConfigError
 from piper.experts import grouped_mm, route, unroute
 from piper.losses import cross_entropy
-from piper.models.causal import Batch, mean_cross_entropy
+from piper.models.causal import Batch
 from piper.models.layers import collect, group_by_expert
 
 NAME = "piper"  # experts_implementation=NAME
 OUTPUTS, INPUTS = 0, 1  # dimensions of a linear layer's weight
-STYLES: Mapping[
-    str, int | None
-] = {  # what transformers calls it: the dimension; None: every device holds all of it
-    "colwise": OUTPUTS,
-    "colwise_rep": OUTPUTS,
-    "colwise_gather_output": OUTPUTS,
-    "packed_colwise": OUTPUTS,
-    "rowwise": INPUTS,
-    "rowwise_rep": INPUTS,
-    "rowwise_split_input": INPUTS,
-    "packed_rowwise": INPUTS,
+STYLES: Mapping[str, int | None] = {  # what transformers calls it: the dimension
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"), OUTPUTS),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"), INPUTS),
     "embedding_rowwise": 0,
-    "replicated_with_grad_allreduce": None,
-    "sequence_parallel": None,
-    "mla_kv_a_proj": None,
+    # Every device holds all of it
+    **dict.fromkeys(("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj"), None),
 }
 VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: no device holds all logits
 
@@ -80,25 +71,13 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
     return collect(unroute(y, received, grouped.shape[0]), weights, order).to(tokens.dtype)
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy of `batch["labels"]` given `batch["tokens"]`; label -100 does not count.
-
-    It is exact if every row has equally many labels that count; `token_loss` is always exact.
-    """
-    return mean_cross_entropy(_logits(model, batch), batch["labels"])
-
-
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, and how many labels it counts: exact however a batch is sliced.
 
     The labels are those of the positions. For batches as transformers takes them, see `piper.losses`.
     """
-    return cross_entropy(_logits(model, batch), batch["labels"])
-
-
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
     logits: Tensor = model(input_ids=batch["tokens"], use_cache=False).logits
-    return logits
+    return cross_entropy(logits, batch["labels"])
 
 
 def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transformers' classes)

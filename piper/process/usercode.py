@@ -74,6 +74,11 @@ def said(error: BaseException) -> str:
         text = text.strip().splitlines()[-1]
     else:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line that is not too long for an error."""
     line = " ".join(text.split())
     return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
 

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from piper.capture.shard.attention_operators import (
-    Attended,
     Turn,
     all_keys,
     attend,
@@ -54,8 +53,8 @@ def test_the_flash_kernel_gives_the_sums_and_gradients_of_plain_arithmetic() -> 
         right, sums = attend(q, k, v, None, SCALE, True)
         assert_near(out, right)
         assert_near(total, sums, 1e-3)
-        grads = attend_grad(given, Attended(own, keys, values, out, total, None, SCALE), True)
-        wanted = attend_grad(given.double(), Attended(q, k, v, right, sums, None, SCALE), True)
+        grads = attend_grad(given, (own, keys, values, out, total), None, SCALE, True)
+        wanted = attend_grad(given.double(), (q, k, v, right, sums), None, SCALE, True)
         for got, should in zip(grads, wanted, strict=True):
             assert_near(got, should)
 

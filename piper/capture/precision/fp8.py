@@ -138,11 +138,7 @@ def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply the rows of `a` by the rows of `b`: [m, k] and [n, k] to [m, n].
-
-    Scales are one number each, or one for each row. On tensor cores where they can: the type is not float64
-    and the sides divide by 16.
-    """
+    """Multiply rows by rows, [m, k] and [n, k] to [m, n]. Scales are one number each, or one for each row."""
     a, b = a.contiguous(), b.contiguous()
     by_row = scale_b.dim() > 0
     across = scale_b.t() if by_row else scale_b
@@ -171,10 +167,7 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 def fp8_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, counts: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply each expert's rows of `a` by the rows of its matrix: [n, k] and [experts, m, k] to [n, m].
-
-    On tensor cores where they can: the type is not float64 and the sides divide by 16.
-    """
+    """Multiply each expert's rows of `a` by the rows of its matrix: [n, k] and [experts, m, k] to [n, m]."""
     a, b = a.contiguous(), b.contiguous()
     aligned = not any(side % ALIGNED for side in b.shape[1:])
     if a.is_cuda and aligned and dtype is not torch.float64 and a.shape[0]:

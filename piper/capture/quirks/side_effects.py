@@ -72,10 +72,7 @@ class Left:
 
 @contextmanager
 def noting_changes() -> Iterator[dict[Place, Left]]:
-    """Yield what the trace inside the block has changed, once it is over.
-
-    Dynamo reads its record when it has traced everything.
-    """
+    """Yield what the trace inside the block has changed, once Dynamo has traced everything."""
     changes: dict[Place, Left] = {}
     reading = SideEffects.codegen_update_mutated
 

@@ -110,30 +110,14 @@ def attend(
     return (_weights(scores, total) @ wide).to(query.dtype), total
 
 
-class Attended(NamedTuple):
-    """An attention that was computed: its operands, its output and the log-sum-exp of its scores.
+def attend_grad(
+    grad: Tensor, attended: Sequence[Tensor], mask: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, of which these may be a part.
 
-    out, total: of all the keys that the queries see, of which these may be a part.
+    attended: these, the output and the log-sum-exp of the scores of all the keys that the queries see.
     """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    total: Tensor
-    mask: Tensor | None
-    scale: float
-
-    def part(self, block: AttentionBlock) -> "Attended":
-        """Return the attention of the queries and keys of one block."""
-        query, out, total = (rows_of(x, block.queries) for x in (self.query, self.out, self.total))
-        key, value = rows_of(self.key, block.keys), rows_of(self.value, block.keys)
-        return self._replace(query=query, key=key, value=value, out=out, total=total)
-
-
-def attend_grad(grad: Tensor, attended: Attended, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    query, key, value, out, total, mask, scale = attended
+    query, key, value, out, total = attended
     if _fast(query, key, value, mask):
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout
         lengths = (query.shape[SEQUENCE], key.shape[SEQUENCE])
@@ -227,24 +211,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Te
     return out, query.new_empty(query.shape[:3], dtype=width(query))
 
 
-def _grads(
-    grad: Tensor, attended: Attended, blocks: Sequence[AttentionBlock]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the gradients of blocks; no two of them share queries."""
-    query, key, value, *_ = attended
-    whole = (0, query.shape[SEQUENCE]), (0, key.shape[SEQUENCE])
-    if len(blocks) == 1 and (blocks[0].queries, blocks[0].keys) == whole:
-        dq, dk, dv = attend_grad(grad, attended, blocks[0].causal)
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    sums = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    for block in blocks:
-        dq, dk, dv = attend_grad(rows_of(grad, block.queries), attended.part(block), block.causal)
-        rows_of(sums[0], block.queries).copy_(dq)
-        rows_of(sums[1], block.keys).add_(dk)
-        rows_of(sums[2], block.keys).add_(dv)
-    return sums
-
-
 def _prefix_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
     query, key, value, place, ctx.scale, ways, zigzag = inputs
     ctx.turn = all_keys(ways, zigzag).numbers
@@ -322,9 +288,21 @@ def _(passed: Tensor, *_: object) -> Tensor:
 def ring_grad(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Return the share that the keys of a device have in the gradients of queries, keys and values."""
     query, key, value, mask, out, total, place, scale, turn = operands
-    here, how = int(place), Turn(*turn)
-    blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
-    return _grads(grad, Attended(query, key, value, out, total, how.columns(mask, here), scale), blocks)
+    here, how, attended = int(place), Turn(*turn), (query, key, value, out, total)
+    blocks, columns = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE]), how.columns(mask, here)
+    whole = (0, query.shape[SEQUENCE]), (0, key.shape[SEQUENCE])
+    if len(blocks) == 1 and (blocks[0].queries, blocks[0].keys) == whole:
+        dq, dk, dv = attend_grad(grad, attended, columns, scale, blocks[0].causal)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    sums = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    for block in blocks:  # no two of them share queries
+        own, q, o, lse = (rows_of(x, block.queries) for x in (grad, query, out, total))
+        k, v = (rows_of(x, block.keys) for x in (key, value))
+        dq, dk, dv = attend_grad(own, (q, k, v, o, lse), columns, scale, block.causal)
+        rows_of(sums[0], block.queries).copy_(dq)
+        rows_of(sums[1], block.keys).add_(dk)
+        rows_of(sums[2], block.keys).add_(dv)
+    return sums
 
 
 @ring_grad.register_fake

@@ -30,10 +30,7 @@ POINTWISE = CASTS | LIKE | CHOOSES | {aten.__and__.Tensor, aten.__or__.Tensor}
 
 
 def by_family(node: fx.Node) -> Rule | None:
-    """Return the rule of an operation that has none of its own: that of pointwise work, or DTensor's.
-
-    Pointwise work treats every element by itself, and gives one value for each.
-    """
+    """Return the rule of an operation that has none of its own: that of pointwise work, or DTensor's."""
     target = node.target
     if target is operator.getitem:
         return getitem
@@ -150,17 +147,20 @@ def matmul(d: Sharder, node: fx.Node) -> None:
     if d.whole(node):
         return
     sa, sb = d.shape(a), d.shape(b)
-    if len(sa) < 2 or len(sb) < 2:
-        _vector_product(d, node, a, b)
-        return
     la, lb, rank = d.layout(a), d.layout(b), len(d.shape(node))
+    ka, kb = len(sa) - 1, max(0, len(sb) - 2)  # the dimensions that are summed
     wa: Placement = REPLICATE
     wb: Placement = REPLICATE
     out: Placement = REPLICATE
-    summed = ((la, len(sa) - 1), (lb, len(sb) - 2))
+    summed = ((la, ka), (lb, kb))
     have = next((each for each, dim in summed if isinstance(each, Shard) and each.dim == dim), None)
-    if have is not None:
-        wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Partial()
+    vector = min(len(sa), len(sb)) == 1
+    if vector and isinstance(la, Shard) and la.dim != ka:
+        wa = out = la
+    elif vector and have is None and isinstance(lb, Shard):
+        wb, out = lb, lb.at(lb.dim - (lb.dim > kb))
+    elif have is not None:
+        wa, wb, out = have.at(ka), have.at(kb), Partial()
     elif isinstance(la, Shard) and la.dim == len(sa) - 2:
         wa, out = la, la.at(rank - 2)
     elif (free := isinstance(lb, Shard) and lb.dim == len(sb) - 1) and not isinstance(la, Shard):
@@ -171,19 +171,6 @@ def matmul(d: Sharder, node: fx.Node) -> None:
         wa, wb = aligned(d, a, out, rank), aligned(d, b, out, rank)
     # Not replayed: a value that is multiplied by itself has two layouts.
     d.done(node, d.emit(node.target, (d.to(a, wa, varies=True), d.to(b, wb, varies=True))), out)
-
-
-def _vector_product(d: Sharder, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
-    """Multiply by a vector, whose only dimension is the summed one."""
-    summed = {a: len(d.shape(a)) - 1, b: max(0, len(d.shape(b)) - 2)}
-    wants: dict[fx.Node, Placement] = {a: REPLICATE, b: REPLICATE}
-    out: Placement = REPLICATE
-    x, layout = next((x, layout) for x in (a, b) if isinstance(layout := d.layout(x), Shard))
-    if layout.dim == summed[x]:
-        wants, out = {a: layout.at(summed[a]), b: layout.at(summed[b])}, Partial()
-    else:
-        wants[x], out = layout, layout.at(layout.dim - (layout.dim > summed[x]))
-    d.done(node, d.replay(node, {x: d.to(x, want, varies=True) for x, want in wants.items()}), out)
 
 
 def reduction(d: Sharder, node: fx.Node) -> None:

@@ -61,10 +61,7 @@ def changes_scores(d: Sharder, node: fx.Node) -> bool:
 
 
 def mask_rows(d: Sharder, node: fx.Node, have: Shard) -> fx.Node:
-    """Write which keys each of a device's own queries sees: [samples, heads, queries, keys].
-
-    There is one sample or one head where the mask is the same for all.
-    """
+    """Write which keys each of a device's own queries sees, for one sample or head where all are alike."""
     query, key = operand(node), operand(node, 1)
     function = _function(d, _blocks(node)[-1])
     samples, heads, *_ = function.graph.find_nodes(op="placeholder")

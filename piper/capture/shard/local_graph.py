@@ -41,11 +41,7 @@ class LocalGraph:
         self.bundled = max(recording.bundles.values(), default=0)
         self.node: fx.Node  # what is being sharded
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
-        self.fakes = example.fake_mode
-
-    @property
-    def degree(self) -> int:
-        return self.sharding.degree
+        self.fakes, self.device, self.degree = example.fake_mode, example.device, sharding.degree
 
     def layout(self, node: fx.Node) -> Placement:
         """Return how the group holds a value."""
@@ -110,10 +106,7 @@ class LocalGraph:
             self.bundle = None
 
     def done(self, node: fx.Node, local: fx.Node, layout: Placement | list[Placement]) -> None:
-        """Say what became of an operation, and check the shape that its layout promises.
-
-        One layout is that of all results of an operation with several.
-        """
+        """Say what became of an operation, in one layout or one for each result, and check its shape."""
         result = local.meta["example_value"]
         if isinstance(result, tuple | list) and not isinstance(layout, list):
             layout = [layout for _ in result]
@@ -159,15 +152,8 @@ class LocalGraph:
         own = self.emit(aten.index_select.default, (cut, dim + 1, index))
         return self.emit(aten.reshape.default, (own, [*shape[:dim], size // slices, *shape[dim + 1 :]]))
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.recording.origins)).meta["example_value"].device  # type: ignore[no-any-return]
-
     def place(self, *, on_host: bool = False) -> fx.Node:
-        """Return the placeholder of a device's place in its group: a tensor of one number.
-
-        on_host: in memory of the host, for what decides by it.
-        """
+        """Return the placeholder of a device's place in its group, on the host for what decides by it."""
         place = AxisPosition(axis=self.sharding.axis, on_host=on_host)
         if place not in self.ranks:
             with self.graph.inserting_before(next(iter(self.graph.nodes), None)):

@@ -54,10 +54,7 @@ def logsumexp(d: Sharder, node: fx.Node) -> None:
 
 
 def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Return x less its maximum over a sharded dimension, the sum of the exponentials of that, the maximum.
-
-    varies: sharded work reads the sum. Readers in one region share the three.
-    """
+    """Return x less its maximum over a sharded dimension, the sum of exponentials of that, the maximum."""
     key = (x, dim, varies, d.region_of(d.node))
     if key not in d.exponentials:
         local = d.local[x]

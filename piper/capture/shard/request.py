@@ -19,7 +19,7 @@ from piper.capture.trace.cut import find_regions
 from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.linear_layers import WEIGHT
-from piper.capture.trace.recording import FromParameter, Origin, Recording
+from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
@@ -123,22 +123,22 @@ def _sharded_once(
         zigzag=request.zigzag,
         inner=inner,
     )
-    forward = shard_forward(
+    sharder = shard_forward(
         recording, sharding, meshes.__contains__, lambda a, b: a in meshes and meshes[a] == meshes.get(b)
     )
-    _check_gradients(request, [each for each in parameters if each.name in used], forward.summed)
-    shards = forward.sharding.weights
+    _check_gradients(request, [each for each in parameters if each.name in used], sharder.summed)
+    shards = sharder.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
-    for node in forward.recording.graph.nodes:
+    for node in sharder.graph.nodes:
         if node.meta.get(WEIGHT) in copied:  # each device has a term of its gradient, which is not rounded
             node.meta = {key: value for key, value in node.meta.items() if key != WEIGHT}
     placed = []
     for each in parameters:
         if each.name in used:
-            along = _along(request, shards.get(each.name), each.name in forward.summed)
+            along = _along(request, shards.get(each.name), each.name in sharder.summed)
             each = replace(each, placements=(*along, *each.placements))
         placed.append(each)
-    return forward.recording, placed
+    return sharder.recorded(), placed
 
 
 def _along(request: Request, shard: Shard | None, partial: bool) -> tuple[AxisPlacement, ...]:
@@ -263,21 +263,12 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     return replace(traced, outline=outline, pieces=pieces, recording=recording)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedForward:
-    """The forward of one device of a group, and what became of the parameters."""
-
-    recording: Recording
-    sharding: AxisSharding
-    summed: frozenset[str]  # whole parameters whose gradient is a sum over the group
-
-
 def shard_forward(
     recording: Recording,
     sharding: AxisSharding,
     inside: Callable[[Tags], bool],
     peers: Callable[[Tags, Tags], bool],
-) -> ShardedForward:
+) -> Sharder:
     """Shard a forward in ATen operations over the devices of a group.
 
     inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
@@ -299,19 +290,7 @@ def shard_forward(
         if not mixed:
             break
         marked |= mixed  # used both ways: its sharded uses go through a collective
-    origins: dict[fx.Node, Origin] = {sharder.local[node]: each for node, each in recording.origins.items()}
-    origins |= {local: recording.origins[node] for node, local in sharder.unsharded.items()}
-    origins |= {node: place for place, node in sharder.ranks.items()}
-    own = replace(
-        recording,
-        graph=sharder.graph,
-        origins=origins,
-        results=tuple(sharder.local[result] for result in recording.results),
-        tags={node: sharder.tags.get(node, ()) for node in sharder.graph.nodes},
-        modes=sharder.modes,
-        bundles=sharder.bundles,
-    )
-    return ShardedForward(recording=own, sharding=sharding, summed=frozenset(sharder.summed))
+    return sharder
 
 
 def parameter_names(recording: Recording) -> dict[fx.Node, str]:

@@ -14,11 +14,7 @@ from piper.errors import ConfigError
 
 
 def or_all_rows(rule: Rule) -> Rule:
-    """Make the rule of an operation of routers, which gathers the rows of the group where that is asked.
-
-    A mixture of experts then does what a dense feed-forward does: the rows of the group are gathered before
-    it, and each device keeps its own part of the result. Elsewhere this is `rule`.
-    """
+    """Make a rule that gathers the rows of the group where that is asked, as dense layers do; else `rule`."""
 
     def apply(d: Sharder, node: fx.Node) -> None:
         if d.sharding.gathers_rows:

@@ -8,6 +8,7 @@ sums its gradient. A parameter goes without one, because its bucket takes the su
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ from piper.capture.shard.layout import (
 )
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.trace.effects import draws, name_of, writes
-from piper.capture.trace.recording import FromParameter, Recording, collective, marker
+from piper.capture.trace.recording import FromParameter, Origin, Recording, collective, marker
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -222,8 +223,7 @@ class Sharder(LocalGraph):
             elif node.op == "call_function":
                 self.node = node
                 written = [(source, self.local[source]) for source in writes(node)]
-                with self._own_slices(node):
-                    self._operation(node)
+                self._operation(node)
                 for source, local in written:
                     self._check_write(node, source, local)
         for result in self.recording.results:
@@ -238,13 +238,25 @@ class Sharder(LocalGraph):
                 local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, REPLICATE
 
+    def recorded(self) -> Recording:
+        """Return the forward of one device, once it is written."""
+        known = self.recording.origins
+        origins: dict[fx.Node, Origin] = {self.local[node]: origin for node, origin in known.items()}
+        origins |= {local: known[node] for node, local in self.unsharded.items()}
+        origins |= {node: place for place, node in self.ranks.items()}
+        return replace(
+            self.recording,
+            graph=self.graph,
+            origins=origins,
+            results=tuple(self.local[result] for result in self.recording.results),
+            tags={node: self.tags.get(node, ()) for node in self.graph.nodes},
+            modes=self.modes,
+            bundles=self.bundles,
+        )
+
     @contextmanager
     def _own_slices(self, node: fx.Node) -> Iterator[None]:
-        """Let sharded work read its slices of what each device holds whole, as other regions do.
-
-        These are tied weights, whose gradient is zero outside a device's slice and so a term of the whole
-        one, and values that arrive from regions in which the sequence is whole.
-        """
+        """Let sharded work read its slices of tied weights, and of what whole regions give it."""
         whole: dict[fx.Node, fx.Node] = {}
         for source in node.all_input_nodes if not self._is_outside() else ():
             origin = self.recording.origins.get(source)
@@ -254,10 +266,7 @@ class Sharder(LocalGraph):
                 self.summed.add(name)
             if want is not None:
                 whole[source] = self.local[source]
-                try:
-                    self.local[source] = self.to(source, want, varies=True)
-                except NoRuleError as error:
-                    raise self.refused(f"{source} cannot be sharded: {error}", HINT) from None
+                self.local[source] = self.to(source, want, varies=True)
                 self.layouts[source] = want
         yield
         for source, local in whole.items():
@@ -292,22 +301,25 @@ class Sharder(LocalGraph):
             self.copied.add(local)
 
     def _operation(self, node: fx.Node) -> None:
-        tags = self.region_of(node)
-        sources = node.all_input_nodes
-        relaid = draws(node) and any(self.relaid(source) for source in sources)
-        rule: Rule | None = Sharder.gathered
-        sharded = relaid or not all(self.is_whole(source) for source in sources)
-        if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
-            sharded = sharded or sources[1].all_input_nodes[0] in self.routed
-        if sharded and (tags is None or self.inside(tags)):
-            rule = self.rule_of(self, node)
         try:
-            self._by_rule(node, rule)
+            with self._own_slices(node):
+                self._by_rule(node, self._rule_of(node))
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
             raise self.refused(
                 f"{what} cannot be sharded: {error}", error.hint or hint_for(node.target)
             ) from None
+
+    def _rule_of(self, node: fx.Node) -> Rule | None:
+        tags = self.region_of(node)
+        sources = node.all_input_nodes
+        sharded = not all(self.is_whole(source) for source in sources)
+        sharded = sharded or (draws(node) and any(self.relaid(source) for source in sources))
+        if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
+            sharded = sharded or sources[1].all_input_nodes[0] in self.routed
+        return (
+            self.rule_of(self, node) if sharded and (tags is None or self.inside(tags)) else Sharder.gathered
+        )
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
         """Write an operation by its rule; one that has none or that it refuses, on gathered operands."""
@@ -324,10 +336,7 @@ class Sharder(LocalGraph):
                 self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
-        """Return whether a whole value lies in memory in another order than in the unsharded program.
-
-        What is drawn for its elements is drawn in that order.
-        """
+        """Return whether a whole value lies in another order in memory than unsharded: one draws in it."""
         local, value = self.local[node].meta["example_value"], value_of(node)
         if not isinstance(local, Tensor) or not isinstance(value, Tensor) or not self.is_whole(node):
             return False

@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import reshaped
-from piper.capture.shard.request import ShardedForward, shard_forward
+from piper.capture.shard.request import shard_forward
+from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import record
 from piper.errors import CaptureError
@@ -54,7 +55,7 @@ def divided(
     degree: int = 2,
     attention: str = "gather",
     zigzag: bool = False,
-) -> ShardedForward:
+) -> Sharder:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(lambda: Net(shapes), mode, torch.float64, torch.device("cpu"))
     with mode:
@@ -109,7 +110,7 @@ def compare(
         parts = lockstep.cut(value, held, degree) if held else [value] * degree
         for i, part in enumerate(parts):
             given[i][name] = part
-    losses, ran = lockstep.run(made.recording, degree, params, {}, given)
+    losses, ran = lockstep.run(made.recorded(), degree, params, {}, given)
     torch.autograd.backward(losses)
     for loss in losses:
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
@@ -290,7 +291,7 @@ def test_only_a_mask_that_is_causal_is_left_out(kind: str) -> None:
 
     batch, by = {"x": numbers(2, 8, 8)}, {"x": Shard(1)}
     made = divided(call, {"scale": (8,)}, batch, {}, by)
-    called = {str(node.target) for node in made.recording.graph.nodes}
+    called = {str(node.target) for node in made.recorded().graph.nodes}
     assert ("piper.attend_prefix.default" in called) == (kind == "causal")
     assert ("aten.scaled_dot_product_attention.default" in called) == (kind != "causal")
     compare(call, {"scale": (8,)}, batch, {}, by)

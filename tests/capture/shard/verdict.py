@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import divides
-from piper.capture.shard.request import ShardedForward, shard_forward
+from piper.capture.shard.request import shard_forward
+from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.recording import FromParameter, Mode, Origin, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch
@@ -121,7 +122,7 @@ def sharding_of(recording: Recording, layouts: Sequence[Placement], degree: int)
     return AxisSharding(by="shard #0", axis="TP", degree=degree, weights=weights, batch=batch)
 
 
-def sharded(recording: Recording, layouts: Sequence[Placement], degree: int) -> ShardedForward:
+def sharded(recording: Recording, layouts: Sequence[Placement], degree: int) -> Sharder:
     """Shard a recorded operation with its operands in some layouts."""
     sharding = sharding_of(recording, layouts, degree)
     return shard_forward(recording, sharding, lambda tags: True, lambda a, b: True)
@@ -148,8 +149,8 @@ def judge(sample: Sample, recording: Recording, layouts: Sequence[Placement], de
         wanted = [result.clone() for result in sample.call(*(t.clone() for t in sample.tensors))]
     try:
         with _comparable():
-            values, _ = lockstep.evaluate(made.recording, [("TP", degree)], given, {}, given)
-        got = [values[result] for result in made.recording.results]
+            values, _ = lockstep.evaluate(made.recorded(), [("TP", degree)], given, {}, given)
+        got = [values[result] for result in made.recorded().results]
         return _compared(sample, made, layouts, devices, wanted, got)  # type: ignore[arg-type]
     except Exception as error:  # noqa: BLE001  the suite counts raw errors
         return Verdict(kind="raw", text=f"at run time: {type(error).__name__}: {str(error)[:300]}")
@@ -169,7 +170,7 @@ def _comparable() -> Iterator[None]:
 
 def _compared(
     sample: Sample,
-    made: ShardedForward,
+    made: Sharder,
     layouts: Sequence[Placement],
     devices: Sequence[Sequence[Tensor]],
     wanted: Sequence[Tensor],
