@@ -18,7 +18,7 @@ from piper.ir.dtypes import DTYPES
 from piper.job import Job
 from piper.plan.plan import Plan, Plans
 from piper.process.usercode import raised
-from piper.runtime.accelerator import KINDS, device_of, is_accelerator
+from piper.runtime.accelerator import KINDS, device_of, is_accelerator, module
 
 Result = TypeVar("Result")
 log = logging.getLogger("piper")
@@ -44,7 +44,7 @@ _MAKES = {  # operations that return a new tensor of random numbers
 }
 PIECE = 2**24  # bytes that are copied at a time
 SMALL = 2**20  # bytes that are copied at once
-CORES = 16  # that copy a piece: more are no faster
+CORES = 16  # that copy at a time: more are no faster
 
 
 class DrawnOn(TorchDispatchMode):
@@ -59,7 +59,7 @@ class DrawnOn(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.pinned: Tensor | None = None  # memory for a piece, as soon as a large tensor is copied
+        self.buffers: list[Tensor] = []  # pinned ones, as soon as a large tensor is copied
 
     def __torch_dispatch__(
         self,
@@ -85,14 +85,26 @@ class DrawnOn(TorchDispatchMode):
         # The host's memory is new. To write it for the first time takes one core a second for each GB.
         if not is_accelerator(drawn.device) or drawn.nbytes <= SMALL or not target.is_contiguous():
             return target.copy_(drawn)
-        if self.pinned is None:
-            self.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-        staged, length = self.pinned.view(drawn.dtype), PIECE // drawn.element_size()
+        self.buffers = self.buffers or [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        length = PIECE // drawn.element_size()
+        pieces = [*zip(drawn.view(-1).split(length), target.view(-1).split(length), strict=True)]
+        staged = [buffer.view(drawn.dtype) for buffer in self.buffers]
+        events = [module(drawn.device).Event() for _ in staged]
+
+        def send(number: int) -> None:
+            piece = pieces[number][0]
+            staged[number % 2][: len(piece)].copy_(piece, non_blocking=True)
+            events[number % 2].record()
+
         threads = torch.get_num_threads()
         torch.set_num_threads(min(CORES, len(os.sched_getaffinity(0))))
         try:
-            for piece, place in zip(drawn.view(-1).split(length), target.view(-1).split(length), strict=True):
-                place.copy_(staged[: len(piece)].copy_(piece))
+            send(0)
+            for number, (_, place) in enumerate(pieces):
+                if number + 1 < len(pieces):
+                    send(number + 1)
+                events[number % 2].synchronize()
+                place.copy_(staged[number % 2][: len(place)])
         finally:
             torch.set_num_threads(threads)
         return target
