@@ -60,7 +60,7 @@ class Averaging:
         return tuple(device for device in devices if self.places[device][0] == 0)
 
     def since(self, step: int, fragment: int = 0) -> int | None:
-        """Return how many steps ago a fragment was due, at the end of a step. None: it has never been."""
+        """Return how many steps ago a fragment was due, after `step` steps before this one. None: never."""
         count = step + 1 - fragment * self.every // self.fragments
         return count % self.every if step + 1 > count % self.every else None
 

@@ -74,7 +74,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNode:
-    """One instruction on each of some devices, given by its slots, its peers and its payload."""
+    """Run one instruction on each of some devices, given by its slots, its peers and its payload."""
 
     op: str  # its operation, one of `plan/ops.py`
     name: str

@@ -23,8 +23,8 @@ def explain(state: LoweringState, plans: Plans, name: str) -> str:
             hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
     node = nodes[name]
-    does = "" if type(node) is SlotNode else f": {(type(node).__doc__ or '').splitlines()[0]}"
-    lines = [f"{name}{does}"]
+    does = node.op if type(node) is SlotNode else (type(node).__doc__ or "").splitlines()[0]
+    lines = [f"{name}: {does}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
     lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):

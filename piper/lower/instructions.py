@@ -104,7 +104,7 @@ def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Inst
 
 
 def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
-    """Return the workspace of a phase, and note its gradients, and which compiled code writes flat."""
+    """Return the workspace of a phase in bytes, and record which gradients it writes, and which are flat."""
     # A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
     spec = emission.chunks[node.chunk].phases[node.phase]
     workspace = spec.workspace

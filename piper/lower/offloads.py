@@ -137,7 +137,7 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
 
 
 def wanted_by(state: LoweringState, asked: Mapping[str, HostCopies]) -> dict[SlotId, str]:
-    """Return the values that backwards or recomputed forwards of the selected chunks read, by chunk."""
+    """Return the values that backwards and reruns of selected chunks read, each with the first of these."""
     wanted: dict[SlotId, str] = {}
     for node in state.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:

@@ -95,7 +95,7 @@ def connect(state: LoweringState) -> PrecedenceGraph:
 
 
 def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
-    """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
+    """Return the error for a short cycle that an order closes, with the path that contradicts it."""
     best = shortest_circle(graph.followers, stuck)
     # The order of the latest directive closes the cycle.
     latest = max(range(len(best)), key=lambda i: graph.asked_by.get((best[i - 1], best[i]), -1))

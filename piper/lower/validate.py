@@ -102,15 +102,17 @@ def check_groups(graph: Graph) -> None:
     """Refuse a sharded region whose devices do not form groups, whichever directive placed it last."""
     for node in graph.nodes.values():
         policy = graph.policy(node.chunk)
-        if len(node.devices) % policy.inner:
+        # Where experts cannot be sharded at all, more devices would not help: `check_expert_regions` says so.
+        size = policy.inner if policy.splits_experts else policy.degree
+        if len(node.devices) % size:
             axes = [f"{axis.axis}={axis.degree}" for axis in policy.axes]
             experts = [f"experts={policy.ways}"] if policy.ways > 1 else []
             both = {"groups": " x ".join([*axes, *experts])} if axes else {}
             raise ScheduleError(
-                f"{len(node.devices)} devices cannot form groups of {policy.inner}",
+                f"{len(node.devices)} devices cannot form groups of {size}",
                 by=graph.placed_by(node),
                 facts={"region": node.chunk, "devices": show(node.devices), **both},
-                hint=f"place the region on a multiple of {policy.inner} devices, or choose other `ways`",
+                hint=f"place the region on a multiple of {size} devices, or choose other `ways`",
             )
 
 

@@ -6,10 +6,9 @@ sections of its own memory. A section is copied whole or not at all, so a state 
 that a step writes is in some section of the same step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 from piper.ir.devices import show
 from piper.ir.format import size
@@ -20,7 +19,6 @@ from piper.plan.plan import Plan, Plans
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
-T = TypeVar("T")
 Elements = tuple[str, object]  # a bucket or buffer, and which slice and shard of it
 
 
@@ -49,6 +47,12 @@ class ProtectedState:
         self._ownership = {name: bucket.update.ownership for name, bucket in plans.buckets.items()}
         shares = {each: each.shares() for each in set(self._ownership.values())}
         self._shares = {name: shares[each] for name, each in self._ownership.items()}
+        self._receivers: dict[str, Mapping[int, tuple[int]]] = {"": {}}  # by the node that sends
+        for ins in (ins for plan in plans for ins in plan.instrs if ins.op == "mirror"):
+            if ins.node not in self._receivers:
+                comm = plans.comms.get(ins.comm or "")
+                rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
+                self._receivers[ins.node] = {a: (b,) for ring in rings for a, b in ring}
         self._sizes: dict[str, tuple[Bucket, int]] = {}  # and the bytes of an element with its state
 
     @cached_property
@@ -61,16 +65,15 @@ class ProtectedState:
                 own[device] = [self._section(plan, ins, device, i) for i, ins in enumerate(copied, 1)]
         by_holder = {device: list(sections) for device, sections in own.items()}
         for plan in self.plans:
-            for ins in (ins for ins in plan.instrs if ins.op == "mirror"):
-                comm = self.plans.comms.get(ins.comm or "")
-                rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
-                receivers = {sender: receiver for ring in rings for sender, receiver in ring}
-                places = sent(plan, ins, range(len(own[plan.devices[0]])))
+            for ins in plan.instrs:
+                if ins.op != "mirror":
+                    continue
+                receivers = self._receivers[ins.node]
                 for device in plan.devices:
-                    holder = receivers.get(device, device)
-                    for place in places:
+                    (holder,) = receivers.get(device, (device,))
+                    for section in sent(plan, ins, own[device]):
                         number = len(by_holder[holder]) + 1
-                        copy = replace(own[device][place], holder=holder, number=number, by=ins.node)
+                        copy = replace(section, holder=holder, number=number, by=ins.node)
                         by_holder[holder].append(copy)
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
@@ -124,49 +127,130 @@ class ProtectedState:
     def written(self) -> dict[Elements, SlotId]:
         """Return the elements that a step writes and a later one needs, each with a slot that holds them."""
         slots: dict[Elements, SlotId] = {}
-        for plan in self.plans:
-            for slot in dict.fromkeys(slot for ins in plan.instrs for slot in ins.writes):
-                if slot.kind in ("param", "buffer") and slot in plan.residents:
-                    for device in plan.devices:
-                        slots.setdefault(self.elements(slot, device), slot)
+        for placed in self._written_slots.values():
+            for plan, slot in placed:
+                for device in plan.devices:
+                    slots.setdefault(self.elements(slot, device), slot)
         return slots
+
+    @cached_property
+    def _written_slots(self) -> dict[str, list[tuple[Plan, SlotId]]]:
+        """Return where each bucket or buffer is that a step writes, by its name."""
+        slots: dict[str, dict[tuple[int, SlotId], Plan]] = {}
+        for number, plan in enumerate(self.plans):
+            for ins in plan.instrs:
+                for slot in ins.writes:
+                    if slot.kind in ("param", "buffer") and slot in plan.residents:
+                        slots.setdefault(self._name(slot), {})[number, slot] = plan
+        return {name: [(plan, slot) for (_, slot), plan in found.items()] for name, found in slots.items()}
+
+    @cached_property
+    def _copies(self) -> list["StateCopy"]:
+        """Return every copy that a program makes of a bucket or buffer."""
+        copies: list[StateCopy] = []
+        for number, plan in enumerate(self.plans):
+            mirrors = [ins for ins in plan.instrs if ins.op == "mirror"]
+            for ins in plan.instrs:
+                if ins.op == "protect":
+                    mirror = next((m.node for m in mirrors if not set(ins.writes).isdisjoint(m.reads)), "")
+                    copies += [
+                        StateCopy(plan=plan, number=number, slot=slot, mirror=mirror)
+                        for slot in ins.reads
+                        if slot.kind in ("param", "buffer")
+                    ]
+        return copies
 
     def _name(self, slot: SlotId) -> str:
         """Return the name of a bucket or buffer; buckets of a tied parameter share that of the first."""
         bucket = self._bucket(slot)
         return str(slot if bucket is None else param_slot(self.first[bucket.pieces[0].name]))
 
+    def _alike(self, slot: SlotId) -> object:
+        """Return what decides which devices own which elements of a slot: equal layers have equal ones."""
+        bucket = self._bucket(slot)
+        return slot if bucket is None else self._ownership[bucket.name]
+
     def named(self, slot: SlotId) -> str:
         """Return a parameter of a bucket, or a buffer, for messages."""
         bucket = self._bucket(slot)
         return slot.owner if bucket is None else bucket.pieces[0].name
 
-    @property
+    @cached_property
     def host_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the state in the memory of each machine."""
         assert self.plans.protection is not None
         machine = self.plans.protection.machine
         sizes = {machine(device): 0 for device in self.plans.devices}
-        for section in self.sections:
-            sizes[machine(section.holder)] += section.nbytes
+        alike: dict[tuple[object, ...], list[StateCopy]] = {}
+        for copy in self._copies:
+            key = (copy.number, copy.mirror, self._alike(copy.slot))
+            alike.setdefault(key, []).append(copy)
+        for copies in alike.values():
+            plan, receivers = copies[0].plan, self._receivers[copies[0].mirror]
+            by_part: dict[object, int] = {}
+            for device in plan.devices:
+                part = self._part(copies[0].slot, device)
+                if part not in by_part:
+                    by_part[part] = sum(self._nbytes(plan, copy.slot, device) for copy in copies)
+                for holder in (device, *receivers.get(device, ())):
+                    sizes[machine(holder)] += by_part[part]
         return sizes
 
     def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
-        """Return a slot that is lost with the memory of each domain. None: one that nothing holds at all."""
-        domains: dict[Elements, set[int]] = {}
-        for section in self.sections:
-            for elements in section.elements:
-                domains.setdefault(elements, set()).add(domain(section.holder))
+        """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
+
+        domain: of a device. None: nothing holds the elements at all. Slots that are owned and copied in the
+        same way, as those of equal layers are, are lost together: the devices of one of them are looked at.
+        """
+        copies_of: dict[str, list[StateCopy]] = {}
+        for copy in self._copies:
+            copies_of.setdefault(self._name(copy.slot), []).append(copy)
         lost: dict[int | None, SlotId] = {}
-        for elements, slot in self.written.items():
-            where = domains.get(elements, set())
-            if len(where) < 2:
-                lost.setdefault(next(iter(where), None), slot)
+        seen: set[object] = set()
+        for name, placed in self._written_slots.items():
+            copies = copies_of.get(name, [])
+            key = (
+                tuple((plan.devices, self._alike(slot)) for plan, slot in placed),
+                tuple((copy.number, copy.mirror, self._alike(copy.slot)) for copy in copies),
+            )
+            if key not in seen:
+                seen.add(key)
+                self._lose(placed, copies, domain, lost)
         return lost
 
+    def _lose(
+        self,
+        placed: list[tuple[Plan, SlotId]],
+        copies: list["StateCopy"],
+        domain: Callable[[int], int],
+        lost: dict[int | None, SlotId],
+    ) -> None:
+        """Add what is lost of one bucket or buffer to `lost`."""
+        domains: dict[object, set[int]] = {}
+        for copy in copies:
+            receivers = self._receivers[copy.mirror]
+            for device in copy.plan.devices:
+                where = domains.setdefault(self._part(copy.slot, device), set())
+                where.update(map(domain, (device, *receivers.get(device, ()))))
+        for plan, slot in placed:
+            for device in plan.devices:
+                where = domains.get(self._part(slot, device), set())
+                if len(where) < 2:
+                    lost.setdefault(next(iter(where), None), slot)
 
-def sent(plan: Plan, ins: Instr, own: Sequence[T]) -> list[T]:
-    """Return those of a device's own sections, in order, that an instruction sends: it reads their copies."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """A copy that the devices of one program make of a bucket or buffer."""
+
+    plan: Plan
+    number: int  # of the program
+    slot: SlotId
+    mirror: str  # the node that gives it to another device. Empty: it stays
+
+
+def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
+    """Return the sections of a device that an instruction sends: those whose copies it reads."""
     copied = [other for other in plan.instrs if other.op == "protect"]
     return [s for other, s in zip(copied, own, strict=True) if not set(other.writes).isdisjoint(ins.reads)]
 

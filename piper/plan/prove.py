@@ -188,7 +188,7 @@ def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
 def shortest_path(
     followers: Sequence[Sequence[int]], start: int, goals: Collection[int], among: set[int]
 ) -> list[int]:
-    """Return the shortest path from a vertex to one of the goals, which it reaches."""
+    """Return the shortest path from a vertex to one of the goals, of which it reaches one."""
     came = {start: -1}
     frontier = [start]
     while frontier:

@@ -225,7 +225,7 @@ def resharded_version(bucket: Bucket) -> str:
 
 
 def show_cells(cells: Cells) -> str:
-    """Describe the cells of the samples that something holds."""
+    """Describe the cells that something holds: those of a second shard follow the last cell of the first."""
     ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in cells]
     return f"cells {', '.join(ranges)}" if ranges else "no cells"
 
