@@ -22,9 +22,24 @@ from piper.checkpoint.huggingface import Lazy
 from piper.checkpoint.metadata import plain_name
 from piper.errors import CONTENT, ConfigError
 
+LARGEST = 2**63  # integers beyond it are no size
 METADATA = ".metadata"
-RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-OTHERS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
 # What reading a pickle or a file of torch that is not one can raise.
 BROKEN = (*CONTENT, pickle.UnpicklingError, OSError, EOFError, RuntimeError, MemoryError, OverflowError)
 
@@ -51,7 +66,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if module in RECORDS or (module, name) in OTHERS:
+        if name in _RECORDS.get(module, ()):
             return type(name, (MetadataRecord,), {})  # of its own: what a pickle does to a class ends here
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of DCP")
 
@@ -76,7 +91,7 @@ class DcpFolder(Lazy):
             entries = {str(name): entry_of(e) for name, e in metadata.state_dict_metadata.items()}
             self.tensors = {name for name, entry in entries.items() if entry is not None}
             self.items_stored = {
-                (str(i.fqn), tuple(getattr(i, "offset", ()) or ())): item_of(stored)
+                (str(i.fqn), numbers_of(getattr(i, "offset", ()) or ())): item_of(stored)
                 for i, stored in metadata.storage_data.items()
             }
         except BROKEN as error:
@@ -117,8 +132,8 @@ def entry_of(record: MetadataRecord) -> DcpTensor | None:
     fields: Any = record
     entry = DcpTensor(
         dtype=fields.properties.state[0],
-        shape=tuple(fields.size),
-        pieces={tuple(chunk.offsets): tuple(chunk.sizes) for chunk in fields.chunks},
+        shape=numbers_of(fields.size),
+        pieces={numbers_of(chunk.offsets): numbers_of(chunk.sizes) for chunk in fields.chunks},
     )
     if not isinstance(entry.dtype, torch.dtype):
         raise TypeError(f"a dtype is {entry.dtype!r}")
@@ -135,7 +150,22 @@ def item_of(record: MetadataRecord) -> tuple[str, int, int]:
     fields: Any = record
     if getattr(fields, "transform_descriptors", None):
         raise ValueError(f"its pieces are written through {fields.transform_descriptors}, and are not read")
-    return plain_name(fields.relative_path), fields.offset, fields.length
+    begin, length = whole_number(fields.offset, "an offset"), whole_number(fields.length, "a length")
+    return plain_name(fields.relative_path), begin, length
+
+
+def whole_number(value: object, what: str) -> int:
+    """Return a count: an integer that is not negative and not a bool."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"{what} is {value!r}, not a count")
+    return value
+
+
+def numbers_of(values: object) -> tuple[int, ...]:
+    """Return a shape or an offset."""
+    if not isinstance(values, tuple | list):
+        raise TypeError(f"{values!r} is not a shape")
+    return tuple(whole_number(value, "a size") for value in values)
 
 
 def unreadable(path: Path, why: str) -> ConfigError:

@@ -34,6 +34,7 @@ from piper.checkpoint.target import (
 from piper.errors import ConfigError
 
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")
+Signature = tuple[tuple[str, int, int, int], ...]  # of each file: its name, number, bytes and time of change
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -224,19 +225,20 @@ class Retention:
     """Keeps the newest intact checkpoints of a folder, in a thread. It reads those this process did not."""
 
     def __init__(self) -> None:
-        self.known: dict[Path, bool] = {}  # whether each is intact
+        self.known: dict[Path, tuple[Signature, bool]] = {}
         self.thread: threading.Thread | None = None
         self.error: ConfigError | None = None
 
     def trust(self, path: Path) -> None:
-        """Note that a checkpoint is intact."""
-        self.known[path] = True
+        """Note that a checkpoint is intact as it is now."""
+        self.known[path] = (signature_of(path), True)
 
     def good(self, path: Path) -> bool:
-        """Return whether a checkpoint is intact. Read it once."""
-        if path not in self.known:
-            self.known[path] = intact(path)
-        return self.known[path]
+        """Return whether a checkpoint is intact. Read it once, and again only when its files change."""
+        now = signature_of(path)
+        if path not in self.known or self.known[path][0] != now:
+            self.known[path] = (now, intact(path))
+        return self.known[path][1]
 
     def start(self, folder: Path, keep: int) -> None:
         """Begin to drop all but the newest `keep` good checkpoints of a folder."""
@@ -266,3 +268,12 @@ class Retention:
             self.thread = None
         error, self.error = self.error, None
         return error
+
+
+def signature_of(path: Path) -> Signature:
+    """Return the signature of a checkpoint's files. It changes when a file is written to."""
+    try:
+        found = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    except OSError:
+        return ()  # it is gone: nothing is known of it
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))

@@ -20,17 +20,35 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
 from piper.checkpoint.json_state import dtype_named, name_of_dtype
 from piper.checkpoint.metadata import BLOCK, SUFFIX, FileRecord, Record, SavedPiece, Stored, digest_of
+from piper.errors import CONTENT
 from piper.ir.sharding import FlatRuns
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
+CODES = {  # how safetensors names the types
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 class StorageError(Exception):
@@ -52,7 +70,7 @@ class TensorRange:
 
     def lies(self, file: str = "") -> SavedPiece:
         """Return where its elements lie in the tensor."""
-        count = len(self.tensor) if self.tensor.dim() > 1 else 1
+        count = max(1, len(self.tensor)) if self.tensor.dim() > 1 else 1
         length, stride = self.tensor.numel() // count, self.stride if count > 1 else 0
         return SavedPiece(offset=self.start, length=length, file=file, count=count, stride=stride)
 
@@ -112,21 +130,12 @@ def write_file(
         dtype, shape = tensor.dtype, [*tensor.shape]
         if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
             dtype, shape = torch.float64, [*shape, 2]
-        try:
-            code = code_of(dtype)
-        except KeyError:
-            what = f"{key} is of type {dtype}, which safetensors files do not hold"
-            raise StorageError(what) from None
-        table[key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+        if dtype not in CODES:
+            raise StorageError(f"{key} is of type {dtype}, which safetensors files do not hold")
+        table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
-
-
-@cache
-def code_of(dtype: torch.dtype) -> str:
-    """Return how safetensors names a type: as the header says of a file with such a tensor."""
-    return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
 
 
 def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
@@ -333,8 +342,11 @@ def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
     text = bytearray(length)
     blocks.read(file, 8, memoryview(text))
     places: dict[str, tuple[int, int]] = {}
-    for key, entry in json.loads(text).items():
-        if key != "__metadata__":
-            low, high = entry["data_offsets"]
-            places[key] = (8 + length + low, 8 + length + high)
+    try:
+        for key, entry in json.loads(text).items():
+            if key != "__metadata__":
+                low, high = map(int, entry["data_offsets"])
+                places[key] = (8 + length + low, 8 + length + high)
+    except (*CONTENT, RecursionError) as error:
+        raise StorageError(f"{file}: its header cannot be read: {error}") from error
     return places

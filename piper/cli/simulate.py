@@ -1,6 +1,5 @@
 """`piper simulate`: how long a step would take, and why."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -32,7 +31,7 @@ MOST_LIVE = 5  # tensors shown of those that are live at the peak
 MOST_STRETCHES = 12  # of the critical path
 NOTHING = 1e-4  # of a step: what is less is not worth a line
 COLUMNS = ("devices", "busy", "bubble", "", "exposed", "contention", "peak")
-Lengths = tuple[list[LengthStepReport], list[MoveReport], float | None]  # the bytes that a device may use
+Lengths = tuple[list[LengthStepReport], list[MoveReport], float | None]  # steps, moves, usable bytes
 REASONS = {
     "first": "begins the step",
     "stream": "its stream was busy until then",
@@ -178,8 +177,8 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     print_programs(simulated, console)
     print_exposed(simulated, console)
     rows = zip(simulated.plans, simulation.memories, simulated.prices.usable(simulated.plans), strict=True)
-    plan, memory, usable = max(rows, key=lambda row: row[1].peak / (row[2] or math.inf))  # None: not known
-    print_fit(f"a step of {show(plan.devices)}", memory.peak, usable, console)
+    plan, memory, usable = max(rows, key=lambda row: row[1].peak - (row[2] or 0.0))  # None: not known
+    print_fit(f"a step on devices {show(plan.devices)}", memory.peak, usable, console)
     print_host(simulated, console)
     if (survives := survival(simulated.plans)) is not None:
         console.print(str(survives))
@@ -230,7 +229,7 @@ def print_exposed(simulated: SimulatedStep, console: Console) -> None:
 
 
 def print_fit(what: str, peak: float, usable: float | None, console: Console) -> None:
-    """Say so where a device does not have the memory."""
+    """Print what needs more memory than a device may use, if it does."""
     if usable is not None and peak > usable:
         console.print(f"Does not fit: in {what} a device would hold {size(peak)}, and may use {size(usable)}")
 

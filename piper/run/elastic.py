@@ -27,7 +27,7 @@ from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
 from piper.run.run_events import Event, Phases, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
-from piper.workers.processes import MEMORY, folder_for_now
+from piper.workers.processes import MEMORY, folder_for_now, remove_left
 from piper.workers.results import Batch, StepResult
 
 MOVED = "piper-resize-"  # begins the names of folders in which a state moves
@@ -110,6 +110,7 @@ class ElasticRecovery(Recovery):
     @contextmanager
     def _folder(self, where: Path) -> Iterator[Path]:
         """Yield the path for a state that moves, and remove it if the run does not go on from it."""
+        remove_left(MOVED, where)
         hold = ExitStack()
         state = hold.enter_context(folder_for_now(f"{MOVED}{os.getpid()}-", where)) / "state"
         self.states[state] = hold
@@ -133,7 +134,7 @@ class ElasticRecovery(Recovery):
         versions = self.versions.of(program.plans)
         self.versions.close()
         self.versions = versions
-        self.protected = False
+        self.protected, self.good = False, 0
         self.starter.use(program, versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits

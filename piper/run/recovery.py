@@ -95,7 +95,7 @@ class Recovery(Sessions):
             self.completed[self.done] = with_states(self.program.job.callbacks, None)
         self.batches[self.done + 1] = batch
         self.times.begin(batch)
-        if self.current is not None:
+        if self.current is not None and self.good:  # the first step of new workers has all the time there is
             self.starter.expect(self.current.group, self.stall)
         result = super().step(batch)
         self.results[self.done] = result

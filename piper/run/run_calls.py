@@ -1,7 +1,6 @@
 """What a script asks of a run besides training: to evaluate, to predict, other options, experts elsewhere."""
 
-from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ class RunCalls:
     @property
     def optimizer(self) -> "list[OptimizerGroup]":
         """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
-        return [OptimizerGroup(self, number, group) for number, group in enumerate(self.optimizer_groups())]
+        return [OptimizerGroup(self, number) for number in range(len(self.optimizer_groups()))]
 
     @asking
     def optimizer_groups(self) -> list[dict[str, object]]:
@@ -117,22 +116,39 @@ class RunCalls:
         return now.seconds / best.seconds
 
 
-class OptimizerGroup(UserDict[str, Any]):
-    """The options of one group of parameters, as they were read. Those that are numbers can be set."""
+class OptimizerGroup(Mapping[str, object]):
+    """The options of one group of parameters. Those that are numbers can be set, between steps."""
 
-    def __init__(self, run: RunCalls, number: int, options: Mapping[str, object]) -> None:
-        self.run, self.number, self.data = run, number, dict(options)
+    def __init__(self, run: RunCalls, number: int) -> None:
+        self.run, self.number = run, number
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options as they are now."""
+        return self.run.optimizer_groups()[self.number]
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401  an optimizer may have any options
+        return self.options[key]
 
     def __setitem__(self, key: str, value: float) -> None:
-        if key not in self or not is_number(value):
+        known = self.options
+        if key not in known or not is_number(value):
             raise ConfigError(
                 f"the option {key!r} of an optimizer cannot be set to {value!r}",
                 by="run.optimizer",
-                facts={"options": ", ".join(self)},
+                facts={"options": ", ".join(known)},
                 hint='set one of these to a number: run.optimizer[0]["lr"] = 1e-4',
             )
         self.run.set_optimizer_option(self.number, key, value)
-        super().__setitem__(key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.options)
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def __repr__(self) -> str:
+        return repr(self.options)
 
 
 def check_samples(batch: object) -> None:

@@ -3,6 +3,7 @@
 Nothing heavy is imported: some of this runs where a worker no longer answers, or in an agent, without torch.
 """
 
+import fcntl
 import mmap
 import os
 import signal
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from shutil import rmtree
+from time import monotonic, time
 from types import FrameType
 
 from piper.process.process_table import stat_field
@@ -128,7 +130,7 @@ def write_at(file: int, at: int, data: bytes) -> None:
 REMOVER = """
 import os, shutil, signal, sys, time
 from pathlib import Path
-folder, word = Path(sys.argv[1]), sys.stdin.read()
+folder, word = Path(sys.argv[1]), sys.stdin.readline()
 def ours(process):  # Ray writes new titles over command lines and environments; its logs stay open
     program = os.readlink(process / "exe")
     files = [os.readlink(file) for file in (process / "fd").iterdir()]
@@ -153,13 +155,29 @@ while time.monotonic() < until and absent < (1 if word else 8):
 def folder_for_now(prefix: str, where: Path | None = None) -> Iterator[Path]:
     """Make a folder that another process removes after the block, or when this process is killed."""
     folder = tempfile.mkdtemp(prefix=prefix, dir=where)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # while this process lives: `remove_left` keeps the folder
     words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
     remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield Path(folder)
     finally:
         with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
-            remover.communicate("now", timeout=TIMEOUTS.folder_removed)
+            remover.communicate("now\n", timeout=TIMEOUTS.folder_removed)
+        os.close(lock)
+
+
+def remove_left(prefix: str, where: Path) -> None:
+    """Remove the folders of processes that were killed together with the processes that remove them."""
+    for path in where.glob(f"{prefix}*"):
+        with suppress(OSError):  # it is gone, or locked, or another user's
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(folder).st_ctime < time() - 60:  # else it may be about to be locked
+                    rmtree(path, ignore_errors=True)
+            finally:
+                os.close(folder)
 
 
 class ClosedError(ConnectionError):

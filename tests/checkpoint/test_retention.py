@@ -102,6 +102,11 @@ def test_what_a_process_wrote_is_not_read_again(tmp_path: Path, monkeypatch: pyt
         assert keeping.finish() is None
     assert read == ["step-00000002", "step-00000001"], "2 was known by then, 3 and 4 were written here"
     assert left(tmp_path) == ["step-00000003", "step-00000004"]
+    damage(tmp_path, 4)
+    saved(tmp_path, 5)
+    keeping.trust(step_path(tmp_path, 5))
+    keeping.start(tmp_path, 2)
+    assert keeping.finish() is None and read[2:] == ["step-00000004"], "it has changed"
 
 
 def test_an_error_comes_at_the_end(tmp_path: Path) -> None:

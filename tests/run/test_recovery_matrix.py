@@ -116,11 +116,11 @@ def injector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Injector]:
 
         return watch(self, place, ins, act)
 
-    def written(self: SectionWriter, copied: Copied) -> None:
+    def written(self: SectionWriter, copied: Copied, text: bytes | None = None) -> None:
         if made.armed == (self.device, COPY):  # it is lost half-way
             HEAD.pack_into(self._memory(64), 0, 0, 10, 10, 0, 0)
         made.fire(self.device, COPY)
-        write(self, copied)
+        write(self, copied, text)
 
     monkeypatch.setattr(Watcher, "watch", watched)
     monkeypatch.setattr(SectionWriter, "write", written)

@@ -72,9 +72,17 @@ class CompiledPhase:
 class Compiled(CompiledPhase):
     """A phase that is compiled as one graph. It is sent between processes as bytes."""
 
-    def __init__(self, name: str, artifact: bytes, cache: Cache, modules: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        artifact: bytes,
+        cache: Cache,
+        modules: Sequence[str],
+        entry: CacheEntry | None = None,
+    ) -> None:
+        """Load a compiled phase. entry: what the cache has under its name. None: it is looked up."""
         self.name, self.artifact, self.cache, self.modules = name, artifact, cache, tuple(modules)
-        entry = cache.find(name)
+        entry = entry or cache.find(name)
         if entry is not None and entry.artifact == artifact:
             cache.restore(entry)  # else its kernels are compiled again from the artifact
         self.boxed, unmeasured = _load(artifact, cache, modules)
@@ -116,7 +124,7 @@ def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
     if entry is None:
         return None
     try:
-        return Compiled(name, entry.artifact, cache, sorted(modules_of(source.module.graph)))
+        return Compiled(name, entry.artifact, cache, sorted(modules_of(source.module.graph)), entry)
     except PiperError:
         raise
     except _BROKEN as error:

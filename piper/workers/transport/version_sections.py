@@ -57,9 +57,9 @@ class SectionWriter:
         self.targets: dict[int, list[Tensor]] = {}  # the places of these parts in memory, by generation
         self.last = 0  # the generation that was written last
 
-    def write(self, copied: Copied) -> None:
-        """Copy a part of the state. Tensors may be those that the worker trains, parts those of last time."""
-        text = CODEC.encode(replace(copied, parts=[], moments={}))
+    def write(self, copied: Copied, text: bytes | None = None) -> None:
+        """Copy a part of the state; `text`: the rest of the copy as bytes, where it is known."""
+        text = text or CODEC.encode(replace(copied, parts=[], moments={}))
         if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
             self.targets.clear()
             self.parts, (layout, nbytes) = copied.parts, layout_of(copied, f"device-{self.device:05}")

@@ -46,6 +46,7 @@ from piper.runtime.bucket_state import BucketState
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
+    CODEC,
     HEAD,
     REST,
     SPAN,
@@ -81,7 +82,7 @@ class WorkerVersions:
         self.holders = Holders(worker.setup.plans)
         self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers(device)}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
-        self.said: tuple[int, Trainer] | None = None  # of a step: the same in all its sections
+        self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
         self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
         self.began: int | None = None  # the first step whose state is copied. None: the next one
         if self.holders.state is not None:
@@ -120,7 +121,9 @@ class WorkerVersions:
     def _copy(self, writer: SectionWriter, ins: Instr) -> None:
         step = self.worker.env.step
         if self.said is None or self.said[0] != step:
-            self.said = step, trainer_of(self.worker.env.state)
+            trainer = trainer_of(self.worker.env.state)
+            text = CODEC.encode(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
+            self.said = step, trainer, text
         kept, known = self._kept(ins), self.known.get(writer.number)
         if kept is None:
             writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
@@ -134,7 +137,7 @@ class WorkerVersions:
             for name, flat in known.joined.items():
                 flat.untyped_storage().resize_(flat.nbytes)
                 flat.copy_(self._state(name).trained)
-        writer.write(replace(known.copied, step=step, trainer=self.said[1]))
+        writer.write(replace(known.copied, step=step), self.said[2])
         for flat in known.joined.values():
             flat.untyped_storage().resize_(0)
 
