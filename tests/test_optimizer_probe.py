@@ -158,6 +158,7 @@ ELEMENTWISE: dict[str, Make] = {
     "SGD nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.9, centered=True),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "Adagrad by size": lambda params: torch.optim.Adagrad([p for p in params if p.numel() > 20], lr=0.1),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=0.1),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
     "by values": lambda params: torch.optim.SGD(

@@ -251,7 +251,8 @@ class _Check:
             )
             return None
         products = [replay.products for plain in self.replays for replay in plain.replays.values()]
-        if not reasons.mixing and any(each is not None and each.unsure for each in products):
+        same_loss = ": the loss " not in self.whole.bad  # rounded gradients do not change it
+        if not reasons.mixing and same_loss and any(each is not None and each.unsure for each in products):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "

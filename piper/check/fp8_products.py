@@ -7,7 +7,7 @@ the calls that the model makes, and rounded values are turned back into wide one
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,44 +18,69 @@ from torch.overrides import TorchFunctionMode
 from piper.check.slicing import BatchSlicing
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Parameter
-from piper.ir.sharding import Shard, Sharding, spans_of_dim
+from piper.ir.sharding import Shard
 
 Indices = list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DimensionCut:
+    """How an axis cuts a dimension of a weight, or of its rows, over devices."""
+
+    dim: int
+    degree: int
+    blocks: int = 1
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShards:
-    """How the products of a weight are cut over devices. Each cut has scales of its own."""
+    """How the products of a weight are cut over devices, from the documented rules alone.
 
-    slices: Sequence[Sharding] = ()  # of the weight
-    rows: Sequence[Sharding] = ()  # an inner axis cuts what those before it leave
+    A product takes its scales from the rows and slices that a device has, and so does the reference.
+    """
+
+    slices: Sequence[DimensionCut] = ()  # of the weight
+    rows: Sequence[DimensionCut] = ()  # an inner axis cuts what those before it leave
 
 
-def pieces_of(cuts: Sequence[Sharding], dim: int, size: int) -> list[Indices]:
+def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int) -> list[Indices]:
     """Return which indices of a dimension each device has."""
     pieces = [list(range(size))]
     for cut in cuts:
-        if cut.dim == dim:
-            ranks = [spans_of_dim(len(pieces[0]), cut, cut.degree, rank) for rank in range(cut.degree)]
-            pieces = [[i for low, high in own for i in piece[low:high]] for piece in pieces for own in ranks]
+        if cut.dim == dim and cut.zigzag:
+            halves = [dealt(piece, 1, 2 * cut.degree) for piece in pieces]
+            pieces = [each[i] + each[-1 - i] for each in halves for i in range(cut.degree)]
+        elif cut.dim == dim:
+            pieces = [part for piece in pieces for part in dealt(piece, cut.blocks, cut.degree)]
     return pieces
 
 
+def dealt(indices: Indices, blocks: int, degree: int) -> list[Indices]:
+    """Cut each of some equal blocks of a dimension into as many slices, and return those of each device."""
+    each = len(indices) // (blocks * degree)
+    starts = [[(block * degree + rank) * each for block in range(blocks)] for rank in range(degree)]
+    return [[index for start in some for index in indices[start : start + each]] for some in starts]
+
+
 def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
-    """Return how products of a parameter are cut by a strategy."""
-    # A weight that is whole, and whose gradient is a sum along an axis, meets the rows of each device alone.
+    """Return how products of a parameter are cut by a strategy.
+
+    A weight that is whole, and whose gradient is a sum along an axis, meets the rows of each device alone.
+    """
     held = {each.axis: each for each in param.placements}
-    slices, rows = list[Sharding](), list[Sharding]()
+    slices, rows = list[DimensionCut](), list[DimensionCut]()
     for axis in {each.axis: each for each in strategy if isinstance(each, ShardAxis)}.values():
         own = held.get(axis.axis)
         if own is None:
             continue
         cuts_rows = own.partial and (axis.batch or axis.between is not None)
         if isinstance(own.placement, Shard):
-            slices.append(Sharding(**asdict(own.placement), degree=own.degree))
+            held_as = own.placement
+            slices.append(DimensionCut(dim=held_as.dim, blocks=held_as.blocks, degree=own.degree))
         elif cuts_rows:
             dim = (axis.batch[0][1] if axis.batch else axis.between) or 0
-            rows.append(Sharding(dim=dim, zigzag=axis.balance == "zigzag", degree=own.degree))
+            rows.append(DimensionCut(dim=dim, zigzag=axis.balance == "zigzag", degree=own.degree))
     return ProductShards(slices=slices, rows=rows[::-1])
 
 
@@ -67,9 +92,13 @@ MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
 class Fp8Products(TorchFunctionMode):
-    """Runs the products with some weights in fp8, each slice of samples and each cut by its own scales."""
+    """Runs the products with some weights in fp8.
 
-    # chunks: by weight, those that read it, in order. Each is taken to multiply by a tied weight once.
+    chunks: by weight, the chunks that read it, in order. The gradient of a weight is the sum over the slices
+    of the samples that a chunk's devices see at a time, and each of them is rounded by its own scales. Where
+    several chunks read a tied weight, each is taken to multiply by it once.
+    shards: by weight, how its products are cut over devices; each cut is rounded by its own scales.
+    """
 
     def __init__(
         self,
@@ -127,8 +156,9 @@ class Fp8Products(TorchFunctionMode):
     def groups(self, chunk: str, x: Tensor, shards: ProductShards) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
         shape, count = x.shape[:-1], len(self.samples)
-        axis = [*shape].index(count) if count in shape else 0
-        self.unsure |= [*shape].count(count) > 1
+        fitting = [axis for axis, size in enumerate(shape) if size == count]
+        axis = fitting[0] if fitting else 0
+        self.unsure |= len(fitting) > 1
         if shape[axis] % count:  # rows that are no longer the samples': all are one slice
             return [torch.arange(shape.numel(), device=x.device)]
         sizes = [-1 if i == axis else 1 for i in range(len(shape))]
@@ -208,7 +238,10 @@ def widened(values: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor, kind: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return values at the nearest fp8 numbers, and their scale: one, or one for all along a dimension."""
+    """Return values in units of their scale, at the nearest fp8 numbers, and the scale.
+
+    dim: the dimension along which values share a scale. None: all do.
+    """
     most = torch.finfo(kind).max
     size = values.abs().max() if dim is None else values.abs().max(dim, keepdim=True).values
     size = torch.where(size > 0, size, torch.ones_like(size))

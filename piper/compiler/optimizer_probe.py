@@ -5,6 +5,7 @@ parameters, and under ZeRO only flat runs of them. The probe steps the
 optimizer on the whole model in miniature, then on what each device holds of it, and compares.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from piper.runtime.trainers import (
 STEPS = 4
 CLOSE = 1e-5  # of how far an element moved
 ROUNDING = 1e-9  # of how far its tensor moved
+FEW = 2**22  # elements: so many can be tried in their true sizes
 RATE = 1e-2  # in place of a rate of 0, under which nothing moves
 
 
@@ -84,7 +86,13 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]
     whole, small = whole_view(sizes), small_sizes(sizes, trained)
     double = any(bucket.dtype == "float64" for bucket in trained)
     dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
-    optimizer, tensors = stepped(trial_of(make, sizes, small, trained, dtype), whole)
+    try:
+        optimizer, tensors = stepped(trial_of(make, sizes, small, trained, dtype), whole)
+    except ConfigError:
+        if sum(map(math.prod, sizes.values())) > FEW:
+            raise
+        small = {**sizes}  # it may need true sizes, and they are few enough
+        optimizer, tensors = stepped(trial_of(make, sizes, small, trained, dtype), whole)
     probe = facts_of(optimizer, sum(tensor.numel() for tensor in tensors))
     apart = [  # the others see what plain PyTorch shows
         (devices, mine) for devices, mine in classes_of(trained) if parts_on(devices[0], mine) != whole

@@ -272,7 +272,8 @@ def scaled_step(
     if skip is not None:
         assert steps_fused(optimizer), "graphs are refused where an optimizer cannot skip a step"
         given["found_inf"] = skip.clamp(max=1).float()
-    if divisor is not None and types == {torch.float32} and steps_fused(optimizer):
+    divides = is_fused(optimizer) and not optimizer._optimizer_step_pre_hooks  # which read gradients
+    if divisor is not None and types == {torch.float32} and divides:
         given["grad_scale"] = divisor.float()  # they divide as they read
     elif divisor is not None:
         for dtype in types:  # CUDA divides all in one kernel if the divisor has their type
@@ -287,8 +288,12 @@ def scaled_step(
 
 def steps_fused(optimizer: Optimizer) -> bool:
     """Return whether a step of an optimizer is one of torch's fused kernels, and nothing else comes of it."""
-    fused = type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
-    return fused and not hooked(optimizer)
+    return is_fused(optimizer) and not hooked(optimizer)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps by one of torch's fused kernels."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def fuse(optimizer: Optimizer) -> None:

@@ -187,10 +187,10 @@ def build_optimizer(
             raise
         return make_optimizer(make, held) if held else None
     names, parts = {id(tensor): name for name, tensor in whole}, dict(held)
-    groups = optimizer.param_groups
-    if optimizer.state:
-        if not held:
-            return None
+    groups, at_once = optimizer.param_groups, bool(optimizer.state)
+    if at_once and not held:
+        return None
+    if at_once and not is_ours(optimizer):
         optimizer = make_optimizer(make, held)
     for group in groups:
         found = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
@@ -198,6 +198,8 @@ def build_optimizer(
         group["params"] = [parts[name] for name in here]
         if "param_names" in group:
             group["param_names"] = here
+    if at_once and is_ours(optimizer):  # another one makes the state of what the groups have now
+        optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
     optimizer.param_groups[:] = groups
     return optimizer
 

@@ -165,7 +165,7 @@ class Worker:
         return Sums(numbers=numbers, rows=rows, repeated=repeated, fullest=fullest)
 
     def _issue(self) -> bool:
-        """Run the plan, and again, as is returned, where rows have exceeded their blocks."""
+        """Run the plan, a second time where rows exceed their blocks. Return whether it ran again."""
         # The first run has then changed buffers only: no device has updated anything.
         env = self.env
         overflows = self.places.get("overflows")

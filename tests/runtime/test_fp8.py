@@ -126,6 +126,17 @@ def test_as_many_tokens_as_samples_are_compared_slice_by_slice() -> None:
     assert report.ok and "two axes as long as the batch" in report.notes[0], report
 
 
+def test_a_loss_that_is_a_sum_is_wrong_also_where_rows_are_unsure() -> None:
+    def total(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        error = (model(batch["x"]) - batch["y"]).square()
+        return error.mean() * error.numel()
+
+    square = [{name: field[:TOKENS] for name, field in batch.items()} for batch in data()]
+    program = compile(job(replicate(at(), [0, 1, 2]), FP8, data=lambda: square, loss=total), device="cpu")
+    report = check(program, lambda started, options: launcher(started, "inline", options), square)
+    assert not report.ok and report.max_loss_diff > 0.1, report
+
+
 class Tied(Net):
     """Two layers of different stages have one weight."""
 

@@ -14,7 +14,7 @@ from piper.errors import ConfigError
 
 
 def or_all_rows(rule: Rule) -> Rule:
-    """Make a rule that gathers the rows of the group where that is asked, as dense layers do; else `rule`."""
+    """Make a router's rule, which gathers the group's rows where that is asked; elsewhere it is `rule`."""
 
     def apply(d: Sharder, node: fx.Node) -> None:
         if d.sharding.gathers_rows:

@@ -336,7 +336,7 @@ class Sharder(LocalGraph):
                 self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
-        """Return whether a whole value lies in another order in memory than unsharded: one draws in it."""
+        """Return whether a value's elements lie in another order than unsharded, which draws follow."""
         local, value = self.local[node].meta["example_value"], value_of(node)
         if not isinstance(local, Tensor) or not isinstance(value, Tensor) or not self.is_whole(node):
             return False
