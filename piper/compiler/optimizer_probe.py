@@ -30,6 +30,7 @@ from piper.runtime.trainers import (
     build_optimizer,
     classes_of,
     empty_optimizer,
+    hollow,
     is_ours,
     parts_on,
     small_parts,
@@ -60,7 +61,7 @@ class Trial:
     """The small copy of the whole model on which an optimizer is tried."""
 
     make: MakeOptimizer
-    sizes: Sizes  # the true ones
+    whole: Sequence[tuple[str, Tensor]]  # parameters of the true sizes, without memory
     start: Mapping[str, Tensor]  # every parameter in the model's order
     gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
 
@@ -157,7 +158,7 @@ def trial_of(
         {name: gradient(number, place, small[name]) for place, name in enumerate(small) if name in trained}
         for number in range(STEPS)
     ]
-    return Trial(make=make, sizes=sizes, start=start, gradients=gradients)
+    return Trial(make=make, whole=hollow(sizes), start=start, gradients=gradients)
 
 
 def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[Tensor]]:
@@ -167,7 +168,7 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` also notes a stack for each accelerator.
         torch.default_generator.manual_seed(seed)
-        optimizer = build_optimizer(trial.make, trial.sizes, held)
+        optimizer = build_optimizer(trial.make, trial.whole, held)
         assert optimizer is not None, "it is given parts"
         for group in optimizer.param_groups:
             if isinstance(group["lr"], float | int):

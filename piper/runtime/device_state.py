@@ -13,7 +13,7 @@ from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trainers import build_optimizer, hooked, is_ours
+from piper.runtime.trainers import build_optimizer, hollow, hooked, is_ours
 
 if TYPE_CHECKING:
     from piper.runtime.cuda.adam import SplitAdam
@@ -71,7 +71,7 @@ class DeviceState:
         self.optimizer: Optimizer | None = None
         if sizes:
             with self._joined([tensor for _, tensor in trained]):  # some look at values
-                self.optimizer = build_optimizer(setup.optimizer, sizes, trained)
+                self.optimizer = build_optimizer(setup.optimizer, hollow(sizes), trained)
         if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
@@ -141,8 +141,8 @@ class DeviceState:
         yield
         for held, updated in zip(halves, split(exact), strict=True):
             torch._foreach_copy_(held, list(updated.split(sizes)))
-        for tensor, hollow in zip(apart, without, strict=True):
-            tensor.data = hollow
+        for tensor, released in zip(apart, without, strict=True):
+            tensor.data = released
 
     def own(self, beside: "DeviceState") -> set[str]:
         """Return the buckets whose memory the state of another layout does not use too."""

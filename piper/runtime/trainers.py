@@ -164,7 +164,7 @@ def takes_pairs(make: MakeOptimizer) -> bool:
 
 
 def build_optimizer(
-    make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str, Tensor]]
+    make: MakeOptimizer, whole: Sequence[tuple[str, Tensor]], held: Sequence[tuple[str, Tensor]]
 ) -> Optimizer | None:
     """Return the optimizer of a device that holds parts of parameters. None: it cannot be made without any.
 
@@ -172,9 +172,8 @@ def build_optimizer(
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
     values gets the parts themselves, and so does one again whose optimizer makes its state at once.
 
-    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
+    whole: `hollow` ones of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
-    whole = hollow(sizes)
     try:
         optimizer = make_optimizer(make, whole)
     except ConfigError as error:
