@@ -1,7 +1,11 @@
 """The recipes of CONTRIBUTING.md name files and functions that exist."""
 
 import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -61,3 +65,17 @@ def test_the_tour_names_ten_files_and_their_lengths() -> None:
     for path, lines in rows:
         count = len((ROOT / "piper" / path).read_text(encoding="utf-8").splitlines())
         assert abs(count - int(lines)) <= 0.15 * count, f"{path} has {count} lines, the tour says {lines}"
+
+
+def test_the_oldest_python_can_install_what_the_tests_need() -> None:
+    """Debian's Python has the first patch level of its version, or nearly so; pip's own error names no package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    needs = {
+        found.name: str(found.metadata["Requires-Python"] or "")
+        for found in metadata.distributions()
+        if re.sub(r"[-_.]+", "-", found.name).lower() in pinned
+    }
+    assert len(needs) > 20
+    assert {name: spec for name, spec in needs.items() if not SpecifierSet(spec).contains(oldest)} == {}
