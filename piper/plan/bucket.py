@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Literal
 
 from piper.ir.devices import Devices
@@ -13,6 +14,11 @@ from piper.plan.updates import Ownership, Piece, sharers
 
 Extent = Literal["whole", "held", "owned"]
 # ^ of a bucket on a device: all of it, the shard of parameters that it holds between uses, what it updates
+
+MEMORY = attrgetter(  # what says what each device has of a bucket, and not what a program does with it
+    *("devices", "groups", "inside", "across", "slices", "dtype", "reduced_as", "gathered_as"),
+    *("zero", "bounds", "clones", "pieces"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,16 +292,9 @@ class Bucket:
         """Return the devices of a table of its experts, the experts of each, and its slots for clones."""
         return len(self.inside[0]), self.experts, self.clones
 
-    @property
-    def _memory(self) -> object:
-        """Return all that says what each device has of it, and nothing of what a program does with it."""
-        groups = (self.devices, self.groups, self.inside, self.across, self.slices)
-        types = (self.dtype, self.reduced_as, self.gathered_as)
-        return groups, types, self.zero, self.bounds, self.clones, self.pieces
-
     def lies_as(self, other: "Bucket") -> bool:
         """Return whether a bucket of another program has the same parameters in the same memory."""
-        return self._memory == other._memory
+        return MEMORY(self) == MEMORY(other)
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ that a step writes is in some section of the same step.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from piper.ir.devices import show
 from piper.ir.format import size
@@ -124,14 +125,10 @@ class ProtectedState:
         return max(0, min(stop, numel) - start) * each
 
     @cached_property
-    def written(self) -> dict[Elements, SlotId]:
-        """Return the elements that a step writes and a later one needs, each with a slot that holds them."""
-        slots: dict[Elements, SlotId] = {}
-        for placed in self._written_slots.values():
-            for plan, slot in placed:
-                for device in plan.devices:
-                    slots.setdefault(self.elements(slot, device), slot)
-        return slots
+    def written(self) -> frozenset[Elements]:
+        """Return the elements that a step writes and a later one needs."""
+        placed = chain.from_iterable(self._written_slots.values())
+        return frozenset(self.elements(slot, device) for plan, slot in placed for device in plan.devices)
 
     @cached_property
     def _written_slots(self) -> dict[str, list[tuple[Plan, SlotId]]]:

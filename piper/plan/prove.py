@@ -120,8 +120,8 @@ def signature(ins: Instr) -> str:
 
 def circle_problems(plans: Plans) -> Iterator[str]:
     """Yield a cycle of instructions that wait for each other. Without one, a global order exists."""
-    names, rows = events_of(plans)
-    followers: list[list[int]] = [[] for _ in names]
+    events, rows = events_of(plans)
+    followers: list[list[int]] = [[] for _ in events]
     for row in rows:
         for a, b in pairwise(row):
             if a != b:  # a send and a receive of one transfer on one device
@@ -129,7 +129,8 @@ def circle_problems(plans: Plans) -> Iterator[str]:
     _, stuck = in_order(followers)
     if stuck:
         circle = shortest_circle(followers, stuck)
-        yield "these wait for each other in a circle:\n" + "\n".join(f"  {names[i]}" for i in circle)
+        shown = [f"  {ins.op} {ins.node} on {plan.devices[0]}" for ins, plan in (events[i] for i in circle)]
+        yield "\n".join(["these wait for each other in a circle:", *shown])
 
 
 def number_before(followers: Sequence[Sequence[int]]) -> list[int]:
@@ -150,22 +151,22 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
     return order, {vertex for vertex, count in enumerate(waiting) if count}
 
 
-def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
-    """Return the names of all events, and the order of events in each plan."""
+def events_of(plans: Plans) -> tuple[list[tuple[Instr, Plan]], list[list[int]]]:
+    """Return all events, each as its first instruction, and the order of events in each plan."""
     # A communication is one event for all its members.
     vertex: dict[tuple[object, ...], int] = {}
-    names: list[str] = []
+    events: list[tuple[Instr, Plan]] = []
     rows: list[list[int]] = []
     for i, plan in enumerate(plans):
         row: list[int] = []
         for place, ins in enumerate(plan.instrs):
             key: tuple[object, ...] = (ins.node, ins.comm) if ins.op in COMMUNICATION else (i, place)
             if key not in vertex:
-                vertex[key] = len(names)
-                names.append(f"{ins.op} {ins.node} on {plan.devices[0]}")
+                vertex[key] = len(events)
+                events.append((ins, plan))
             row.append(vertex[key])
         rows.append(row)
-    return names, rows
+    return events, rows
 
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:

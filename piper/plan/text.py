@@ -253,14 +253,14 @@ class Reading:
 
     def __init__(self) -> None:
         self.axes: Collection[str] = ()
-        self.slot_ids: dict[str, SlotId] = {}
+        self.slot = cache(lambda text: read_slot(text, self.axes))  # each text is parsed once
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
         self.records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
         self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
         self.forms: dict[object, Reader] = {kind: read for kind, (_, read) in FORMS.items()}
-        self.forms |= {Pass: self.run, Pass | None: self.run, tuple[SlotId, ...]: self.slots}
-        self.forms[Shares] = self.shares
+        self.forms |= {tuple[SlotId, ...]: self.slots, Shares: self.shares}
+        self.forms |= dict.fromkeys((Pass, Pass | None), lambda text: read_pass(text, self.axes))
         self.known: dict[object, Readers] = {}  # readers of lines, by record and by op
 
     def readers(self, record: type) -> Readers:
@@ -298,16 +298,6 @@ class Reading:
                 self.plans[-1][1].append(self.instr(cast(Op, kind), first, words))
             case _:
                 raise BadLineError(f"{kind!r} begins no line here")
-
-    def run(self, text: str) -> Pass:
-        """Return a pass."""
-        return read_pass(text, self.axes)
-
-    def slot(self, text: str) -> SlotId:
-        """Return the id of a slot. Each text is parsed once."""
-        if text not in self.slot_ids:
-            self.slot_ids[text] = read_slot(text, self.axes)
-        return self.slot_ids[text]
 
     def slots(self, text: str) -> tuple[SlotId, ...]:
         """Return the ids of several slots."""

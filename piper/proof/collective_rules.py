@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from piper.ir.devices import show
-from piper.ir.ids import TOTAL, SlotId, param_slot
+from piper.ir.ids import TOTAL, Pass, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
-from piper.ir.sharding import Collective, show_collective
+from piper.ir.sharding import show_collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
-from piper.plan.ops import Collecting, Op, Routing
+from piper.plan.instr import Instr
+from piper.plan.ops import Collecting, OfBucket, Op, Payload, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import Contributor
-from piper.proof.decode import bucket_named, described, subject
-from piper.proof.local_rules import LocalRules
+from piper.proof.local_rules import LocalRules, described
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
 
@@ -23,6 +23,21 @@ AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new
 }
 HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
 # ^ of a gradient, by the kind of its slot
+
+
+def subject(ins: Instr) -> Payload:
+    """Return what an instruction is about, without its microbatch. Members of a collective agree on it."""
+    match ins.payload:
+        case Routing(run=run, outward=outward):
+            return Routing(run=Pass(phase="F", chunk=run.chunk), outward=outward)
+        case OfBucket(bucket=bucket):
+            return OfBucket(bucket=bucket)
+    return ins.payload
+
+
+def bucket_named(ins: Instr) -> str:
+    """Return the bucket that a gather or a reduction names."""
+    return ins.payload.bucket if isinstance(ins.payload, OfBucket) else ""
 
 
 class CollectiveRules:
@@ -117,34 +132,7 @@ class CollectiveRules:
             self.state.check_groups(member, comm, f"experts {chunk}", partial(mesh.groups, EXPERTS))
 
     def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
-        """Run a member of a collective: values of its group, or gradients, become one in another layout."""
-        collecting, wanted = self._wanted(at)
-        if collecting is None or wanted is None:
-            return
-        if wanted.op == "slice":
-            self.state.complain(at, "communicates; each device should take its own part")
-        elif comm is None and wanted.degree > 1:
-            self.state.complain(at, f"has no communicator; it should go over {wanted.degree} devices")
-        elif comm is not None:
-            chunk = collecting.run.chunk
-            groups = partial(self.state.expected_at(at.ins.part).meshes[chunk].groups, wanted.axis)
-            self.state.check_groups(at, comm, f"{wanted.axis} of {chunk}", groups)
-
-    def take(self, at: ProgramInstr) -> None:
-        """Take a device's own slice of a value that all devices of its group hold."""
-        collecting, wanted = self._wanted(at)
-        if collecting is None or wanted is None:
-            return
-        mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
-        given, right = (collecting.devices, collecting.stride), (mesh.devices, mesh.axis(wanted.axis).stride)
-        if wanted.op != "slice":
-            self.state.complain(at, f"takes a part by itself; it should be {show_collective(wanted)}")
-        elif given != right:
-            takes, should = (f"{show(devices)}, {apart} apart" for devices, apart in (given, right))
-            self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
-
-    def _wanted(self, at: ProgramInstr) -> tuple[Collecting, Collective] | tuple[None, None]:
-        """Check a collective by the specification. Return it, and the right one. None: it must not run."""
+        """Run a member of a collective, or a slice: a value of its group gets another layout."""
         collecting, expected, backward = at.ins.payload, None, False
         if isinstance(collecting, Collecting) and collecting.run.phase != "BW" and not collecting.run.again:
             backward = collecting.run.phase != "F"
@@ -152,7 +140,7 @@ class CollectiveRules:
             expected = of_collective(at.program, collecting.run.chunk, backward)
         if not isinstance(collecting, Collecting) or expected is None:
             self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
-            return None, None
+            return
         how = self.spec.chunks[collecting.run.chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
@@ -160,7 +148,22 @@ class CollectiveRules:
             does, should = show_collective(collecting.how), show_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
-        return collecting, wanted
+        chunk = collecting.run.chunk
+        mesh = self.state.expected_at(at.ins.part).meshes[chunk]
+        if at.ins.op == "slice":
+            given = collecting.devices, collecting.stride
+            right = mesh.devices, mesh.axis(wanted.axis).stride
+            if wanted.op != "slice":
+                self.state.complain(at, f"takes a part by itself; it should be {show_collective(wanted)}")
+            elif given != right:
+                takes, should = (f"{show(devices)}, {apart} apart" for devices, apart in (given, right))
+                self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
+        elif wanted.op == "slice":
+            self.state.complain(at, "communicates; each device should take its own part")
+        elif comm is not None:
+            self.state.check_groups(at, comm, f"{wanted.axis} of {chunk}", partial(mesh.groups, wanted.axis))
+        elif wanted.degree > 1:
+            self.state.complain(at, f"has no communicator; it should go over {wanted.degree} devices")
 
     def bucket_of(self, member: ProgramInstr) -> Bucket | None:
         """Return the bucket that a gather or a reduction names. None: its device holds nothing of it."""

@@ -290,7 +290,10 @@ class Expectations:
 
 
 def suffix_of(bucket: Bucket, grad_params: tuple[str, ...]) -> str | None:
-    """Return what distinguishes contributions to some parameters of a bucket from those to all."""
+    """Return what distinguishes contributions to some parameters of a bucket from those to all.
+
+    None: a phase, which computes gradients for `grad_params`, contributes to none of them.
+    """
     names = [piece.name for piece in bucket.pieces if piece.name in grad_params]
     if not names:
         return None

@@ -4,14 +4,19 @@ from collections.abc import Callable
 
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OPS, Field, Op
-from piper.proof.decode import described, rows_of
+from piper.plan.ops import OPS, Field, Op, Payload, Rows
+from piper.plan.text import show_payload
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, NOTHING, SymbolicValue, Value, shown_cuts
 
 Kernel = Callable[[ProgramInstr], None]
+
+
+def described(payload: Payload) -> str:
+    """Describe what an instruction is about, as its line does."""
+    return " ".join(show_payload(payload)) or "nothing"
 
 
 class LocalRules:
@@ -195,15 +200,14 @@ class LocalRules:
             self.state.complain(at, f"reads {len(at.ins.reads)} slots; it should read 1")
             return None
         value = self.state.slots[at.program].get(at.ins.reads[0])
-        rows = rows_of(at.ins)
-        if value is None or rows == (0, 1, 1):
+        rows = at.ins.payload
+        if value is None or not isinstance(rows, Rows) or rows == Rows(start=0, stop=1, of=1):
             return value
         cover = self.symbols.symbol(value).cover
-        part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
+        part = self.covers.cut(cover, rows.start, rows.stop, rows.of) if cover != NO_COVER else None
         if part is None:
             what = self.symbols.describe(value)
-            taken = described(at.ins.payload)
-            self.state.complain(at, f"takes {taken} of {what}, which cannot be cut there")
+            self.state.complain(at, f"takes {described(rows)} of {what}, which cannot be cut there")
             return None
         return (self.symbols.moved(value[0], part), *value[1:])
 

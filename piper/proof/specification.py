@@ -97,7 +97,9 @@ class Specification:
     def __init__(self, graph: Graph, *, clip: bool) -> None:
         self.graph, self.outline = graph, graph.outline
         self.chunks: Mapping[str, Chunk] = graph.chunks
-        self.part_devices = devices_by_part(graph)
+        self.part_devices: dict[str, dict[Tags, Devices]] = {}  # by chunk and microbatch
+        for node in graph.nodes.values():
+            self.part_devices.setdefault(node.chunk, {})[node.part] = node.devices
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
         self.devices = graph.devices()
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
@@ -190,10 +192,6 @@ class Specification:
         given = self.chunks[source.chunk].outputs[source.index].shape
         return given == self.chunks[chunk].input_specs[position].shape != ()
 
-    def is_trained(self, param: str) -> bool:
-        """Return whether some backward gives a parameter a gradient."""
-        return param in self.contributors
-
     def in_order(self, chunk: str) -> bool:
         """Return whether the forwards of a chunk must run in the order of their microbatches."""
         wanted = [[microbatch] for microbatch in self.microbatches[chunk]]
@@ -245,14 +243,6 @@ class Specification:
             as_shards = all(passes(mesh, self.meshes[reader]) for reader, _ in readers)
             whole[output] = frozenset(() if as_shards else (axis.name for axis in mesh.sharing))
         return whole
-
-
-def devices_by_part(graph: Graph) -> dict[str, dict[Tags, Devices]]:
-    """Return the devices of each chunk by microbatch."""
-    devices: dict[str, dict[Tags, Devices]] = {}
-    for node in graph.nodes.values():
-        devices.setdefault(node.chunk, {})[node.part] = node.devices
-    return devices
 
 
 def union_of(sets: Iterable[Devices]) -> Devices:

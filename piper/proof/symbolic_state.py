@@ -196,7 +196,7 @@ class SymbolicState:
         return [
             bucket
             for bucket in self.plans.buckets.values()
-            if self.is_on(program, bucket) and any(self.spec.is_trained(p.name) for p in bucket.pieces)
+            if self.is_on(program, bucket) and any(p.name in self.spec.contributors for p in bucket.pieces)
         ]
 
     def check_groups(
@@ -231,7 +231,10 @@ def show_cells(cells: Cells) -> str:
 
 
 def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
-    """Return the positions of devices that a slot states, as the runtime reads it. None: it states none."""
+    """Return the positions of devices that a slot states, as the runtime reads it. None: it states none.
+
+    The slot names the set, and one group of it, whose devices say how far apart those of every group lie.
+    """
     if len(slot.devices) != 2:
         return None
     region, group = slot.devices

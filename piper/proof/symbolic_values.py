@@ -83,8 +83,6 @@ class Amounts:
     @once
     def add(self, left: Amount, right: Amount) -> Amount:
         """Return the sum of two sums."""
-        if not left or not right:
-            return left or right
         return self._intern((self._digests[left] + self._digests[right]) % MODULUS, (left, right))
 
     def times(self, amount: Amount, count: int) -> Amount:

@@ -230,5 +230,5 @@ def piece_problems(
         if piece.shape != shape or bucket.dtype != param.dtype:
             held_as = f"{piece.shape} of {bucket.dtype}"
             yield f"{bucket.name} holds {piece.name} as {held_as}; it should be {shape} of {param.dtype}"
-        if bucket.trainable != spec.is_trained(piece.name):
+        if bucket.trainable != (piece.name in spec.contributors):
             yield f"{bucket.name} says trainable={bucket.trainable} of {piece.name}; the model says otherwise"

@@ -18,6 +18,7 @@ communicator it is in.
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from functools import partial
 
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
@@ -39,7 +40,11 @@ from piper.proof.tables import shard_problems, table_problems
 
 
 def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> None:
-    """Raise ProofError with a counterexample unless plans compute what the graph means."""
+    """Raise ProofError with a counterexample unless plans compute what the graph means.
+
+    The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
+    `whole`: whether the optimizer needs whole parameters.
+    """
     with no_collection():
         problems = list(value_problems(plans, graph, clip=clip, whole=whole))
     if problems:
@@ -76,7 +81,8 @@ class SymbolicRun:
         self.local, self.groups = LocalRules(self.state), AverageRule(self.state)
         self.collective = CollectiveRules(self.state, self.local)
         apart = self.groups.kernels if averages else dict.fromkeys(self.groups.kernels, lambda at: None)
-        self.kernels = {**self.local.kernels, **apart, "slice": self.collective.take}
+        take: Kernel = partial(self.collective.collect, None)
+        self.kernels = {**self.local.kernels, **apart, "slice": take}
         self.reached = [0] * len(plans)
         self.ready = deque(range(len(plans)))
         self.receiving: dict[str, list[int]] = {}  # by communicator: the programs that wait to receive

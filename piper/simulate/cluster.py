@@ -108,8 +108,6 @@ class Cluster:
         shift all that the last member in a node sends does, through one adapter.
         """
         size = len(devices)
-        if size < 2:
-            return inf
         slowest, inside = inf, 1  # `inside`: members that are together one level below
         for number in range(self.level(devices) + 1):
             reach = self.links[number].devices

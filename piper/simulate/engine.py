@@ -24,24 +24,19 @@ class DependencyGraph:
     """The dependency graph. Instruction `first[p] + i` is the i-th of program p."""
 
     plans: Plans
-    instrs: list[Instr]
-    program: list[int]
-    first: list[int]
-    followers: list[tuple[int, ...]]  # the next instruction of its stream, and those that wait for its event
-    waiting: list[int]  # how many instructions it waits for
-    meeting: list[int]  # the communication that it is part of; -1: none
+    instrs: list[Instr] = field(default_factory=list)
+    program: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    followers: list[tuple[int, ...]] = field(default_factory=list)
+    # ^ the next instruction of its stream, and those that wait for its event
+    waiting: list[int] = field(default_factory=list)  # how many instructions it waits for
+    meeting: list[int] = field(default_factory=list)  # the communication that it is part of; -1: none
     meetings: list[list[int]] = field(default_factory=list)
-
-    def place(self, number: int) -> int:
-        """Return the place of an instruction in its plan."""
-        return number - self.first[self.program[number]]
 
 
 def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> DependencyGraph:
     """Number every instruction and link it to those that wait for it. together: as in `simulate`."""
-    graph = DependencyGraph(
-        plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[]
-    )
+    graph = DependencyGraph(plans=plans)
     group = {node: number for number, nodes in enumerate(together) for node in nodes}
     for number, plan in enumerate(plans):
         weave_plan(graph, number, plan, group)
@@ -121,8 +116,6 @@ class InstructionCosts:
         key = (ins.computes.phase, ins.computes.chunk)
         if key not in self.computes:
             self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
-        if not ins.adds_to:
-            return self.computes[key]
         # It writes its gradients in any case. Where it adds them to a sum, it reads that as well.
         read = sum(plan.slots[slot].nbytes for slot in ins.adds_to)
         return self.computes[key] + self.costs.touch("compute", read)
@@ -180,15 +173,15 @@ ROUNDING = 1e-9  # fractional loads do not add up exactly
 Uses = Sequence[tuple["Resource", float]]  # each with the load that the task puts on it
 
 
+@dataclass(slots=True, eq=False)
 class Resource:
     """A device, link or set of cores that tasks share: at most `capacity` of load runs at full speed."""
 
-    __slots__ = ("capacity", "load", "slowed", "tasks")
-
-    def __init__(self, capacity: float) -> None:
-        self.capacity, self.load = capacity, 0.0
-        self.tasks: dict[Task, float] = {}
-        self.slowed: dict[Task, float] = {}  # by communications under way: the part of its speed they take
+    capacity: float
+    load: float = 0.0
+    tasks: "dict[Task, None]" = field(default_factory=dict)
+    slowed: "dict[Task, float]" = field(default_factory=dict)
+    # ^ by communications under way: the part of its speed they take
 
     @property
     def rate(self) -> float:
@@ -202,15 +195,17 @@ class Resource:
         return self.load > self.capacity + ROUNDING
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """An instruction that is running, or the instructions of one communication."""
 
-    __slots__ = ("left", "members", "rate", "since", "slows", "uses", "version")
-
-    def __init__(self, members: Sequence[int], seconds: float, uses: Uses, slows: Uses = ()) -> None:
-        self.members, self.left, self.uses = members, seconds, uses
-        self.slows = slows  # devices that compute more slowly meanwhile
-        self.rate, self.since, self.version = 0.0, 0.0, 0
+    members: Sequence[int]
+    left: float  # seconds
+    uses: Uses
+    slows: Uses = ()  # devices that compute more slowly meanwhile
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
 
 
 class Engine:
@@ -232,7 +227,8 @@ class Engine:
         self.links: dict[tuple[int, int, str], Resource] = {}
         self.devices = [Resource(1) for _ in graph.plans]
         self.cores = Resource(costs.cores) if costs.cores else None
-        self.loads = loads_of(graph, costs.node)
+        nodes = -(-len(graph.plans.devices) // costs.node)
+        self.loads = [len(plan.devices) / nodes for plan in graph.plans]  # devices that a node has on average
 
     def run(self) -> None:
         """Run to the end. Every instruction has its times afterwards."""
@@ -306,11 +302,12 @@ class Engine:
         # of a short communication.
         latency = 0.0 if talk.cores and self.cores is not None else talk.latency
         seconds = talk.seconds + talk.latency - latency
+        slowed = {self.graph.program[m]: None for m in members} if seconds and talk.slows else {}
         task = Task(
             members,
             seconds,
             self._lanes(members, talk) if seconds else (),
-            self._slowed(members, talk.slows) if seconds and talk.slows else (),
+            [(self.devices[program], talk.slows) for program in slowed],
         )
         if latency + wake:
             self._expect(task, self.now + wake + latency)
@@ -335,11 +332,6 @@ class Engine:
         """Return one direction of a device's link at a level of the network, or to its host."""
         return self.links.setdefault((program, level, way), Resource(1))
 
-    def _slowed(self, members: Sequence[int], slows: float) -> list[tuple[Resource, float]]:
-        """Return the devices of a communication, each once, with the part of their speed that it takes."""
-        programs = dict.fromkeys(self.graph.program[member] for member in members)
-        return [(self.devices[program], slows) for program in programs]
-
     def _expect(self, task: Task, time: float) -> None:
         self.ticks += 1
         task.version += 1
@@ -351,11 +343,11 @@ class Engine:
         for resource, load in task.uses:
             resource.load += load
             if resource.full and resource.tasks:
-                crowded.update(dict.fromkeys(resource.tasks))
-            resource.tasks[task] = load
+                crowded.update(resource.tasks)
+            resource.tasks[task] = None
         for resource, part in task.slows:
             resource.slowed[task] = part
-            crowded.update(dict.fromkeys(resource.tasks))
+            crowded.update(resource.tasks)
         task.rate = min((resource.rate for resource, _ in task.uses), default=1.0)
         self._expect(task, self.now + task.left / task.rate)
         self._change(crowded)
@@ -367,10 +359,10 @@ class Engine:
             resource.load -= load
             resource.tasks.pop(task, None)
             if full and resource.tasks:
-                relieved.update(dict.fromkeys(resource.tasks))
+                relieved.update(resource.tasks)
         for resource, _ in task.slows:
             del resource.slowed[task]
-            relieved.update(dict.fromkeys(resource.tasks))
+            relieved.update(resource.tasks)
         relieved.pop(task, None)
         self._change(relieved)
 
@@ -392,9 +384,3 @@ class Engine:
                 if not self.waiting[follower]:
                     self.cause[follower] = member
                     self._ready(follower)
-
-
-def loads_of(graph: DependencyGraph, node: int) -> list[float]:
-    """Return how many devices of each program a node has on average."""
-    nodes = -(-len(graph.plans.devices) // node)
-    return [len(plan.devices) / nodes for plan in graph.plans]

@@ -196,8 +196,6 @@ def by_size(points: Sequence[tuple[float, float]]) -> list[tuple[float, list[flo
 def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Fit a, b >= 0 so that a * x + b * y has the least relative error to z, over points (x, y, z)."""
     scaled = [(x / z, y / z) for x, y, z in points if z > 0]
-    if not scaled:
-        return 0.0, 0.0
     xx, yy = sum(x * x for x, _ in scaled), sum(y * y for _, y in scaled)
     xy, sx, sy = sum(x * y for x, y in scaled), sum(x for x, _ in scaled), sum(y for _, y in scaled)
     determinant = xx * yy - xy * xy

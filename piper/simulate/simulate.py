@@ -192,7 +192,7 @@ def link_of(engine: Engine, number: int, late: int, before: int) -> PathNode:
     ins = graph.instrs[number]
     return PathNode(
         program=graph.program[number],
-        place=graph.place(number),
+        place=number - graph.first[graph.program[number]],
         node=ins.node,
         op=ins.op,
         run=ins.run,

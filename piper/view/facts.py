@@ -25,18 +25,11 @@ Columns = dict[str, object]
 NETWORK = {"needsNothing": False, "carries": True, "computes": False}
 
 
-class Table:
+class Table(dict[object, int]):
     """A table of values that repeat: each is stored once and referred to by its number."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[object, int] = {}
-
-    def __call__(self, value: object) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
-
-    @property
-    def values(self) -> list[object]:
-        return list(self.numbers)
+    def __missing__(self, value: object) -> int:
+        return self.setdefault(value, len(self))
 
 
 class TickScale:
@@ -95,8 +88,8 @@ def facts_of(subject: Subject) -> Columns:
         "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
         "comms": list(comm_facts(subject)),
         "measured": measured,
-        "nodes": nodes.values,
-        "origins": origins.values,
+        "nodes": [*nodes],
+        "origins": [*origins],
         "ops": op_facts(),
         "colours": {"light": to_json(LIGHT), "dark": to_json(DARK)},
     }
@@ -157,24 +150,24 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
     shades = [shade_of(ins) for ins in plan.instrs]
     names = [pattern(ins.node, subject.plans.axes) for ins in plan.instrs]
     columns: Columns = {
-        "op": [ops(ins.does) for ins in plan.instrs],
-        "node": [nodes(template) for template, _ in names],
-        "index": [indices(index) for _, index in names],
-        "stream": [streams(ins.stream) for ins in plan.instrs],
-        "comm": [-1 if ins.comm is None else comms(ins.comm) for ins in plan.instrs],
+        "op": [ops[ins.does] for ins in plan.instrs],
+        "node": [nodes[template] for template, _ in names],
+        "index": [indices[index] for _, index in names],
+        "stream": [streams[ins.stream] for ins in plan.instrs],
+        "comm": [-1 if ins.comm is None else comms[ins.comm] for ins in plan.instrs],
         "nbytes": [ins.nbytes if ins.comm else 0 for ins in plan.instrs],
-        "arg": [args(caption(ins) if ins.op == "compute" else "") for ins in plan.instrs],
+        "arg": [args[caption(ins) if ins.op == "compute" else ""] for ins in plan.instrs],
         "phase": [AGAIN if shade.again else shade.phase or "" for shade in shades],
-        "microbatch": [microbatches(".".join(map(str, shade.part))) for shade in shades],
-        "origin": [origins(subject.origins.get(ins.node, ())) for ins in plan.instrs],
+        "microbatch": [microbatches[".".join(map(str, shade.part))] for shade in shades],
+        "origin": [origins[subject.origins.get(ins.node, ())] for ins in plan.instrs],
     }
     tables = {"ops": ops, "streams": streams, "commNames": comms, "microbatches": microbatches, "args": args}
     return {
         "devices": list(plan.devices),
         "name": show(plan.devices),
         **columns,
-        **{name: table.values for name, table in tables.items()},
-        "indices": indices.values,
+        **{name: [*table] for name, table in tables.items()},
+        "indices": [*indices],
         "data": [*chain(*data_edges(plan))],
         "temporal": [*chain(*temporal_edges(subject, plan))],
     }

@@ -8,11 +8,10 @@ from piper.ir.graph import Graph, start
 from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.select import at
-from piper.plan.instr import Instr
 from piper.plan.ops import Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.covers import Covers
-from piper.proof.decode import described, rows_of
+from piper.proof.local_rules import described
 from piper.proof.specification import Specification, microbatches_of
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.symbolic_values import NOTHING, Amounts
@@ -124,14 +123,6 @@ def test_what_is_received_is_what_the_peer_sent() -> None:
     assert held(covers, covers.received("crossed", 1, ((0, sent),))) == (((2, 4, 1),), ((0, 2, 1),))
 
 
-def test_payloads_are_read_as_the_runtime_reads_them() -> None:
-    def ins(payload: Payload) -> Instr:
-        return Instr(op="compute", node="n", stream="s", payload=payload)
-
-    assert rows_of(ins(Rows(start=1, stop=3, of=4))) == (1, 3, 4)
-    assert rows_of(ins(None)) == (0, 1, 1)
-
-
 def test_slots_are_read_as_the_runtime_reads_them() -> None:
     plans, graph = pipeline()
     state = SymbolicState(plans, Specification(graph, clip=False))
@@ -181,7 +172,6 @@ def test_the_specification_of_a_graph() -> None:
     assert spec.contributors == {
         "a": ["PP=0"], "tied": ["PP=0", "PP=1 #1"], "b": ["PP=0 #1"], "c": ["PP=1"], "e": ["PP=2"],
     }  # fmt: skip
-    assert not spec.is_trained("cold") and not spec.is_trained("idle")
     assert spec.readers[("PP=0", 0)] == [
         ("PP=0 #1", 0), ("PP=0 #1", 1), ("PP=1", 0), ("PP=1 #1", 0), ("PP=2", 1),
     ]  # fmt: skip
