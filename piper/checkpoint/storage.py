@@ -345,8 +345,10 @@ def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
     try:
         for key, entry in json.loads(text).items():
             if key != "__metadata__":
-                low, high = map(int, entry["data_offsets"])
-                places[key] = (8 + length + low, 8 + length + high)
-    except (*CONTENT, RecursionError) as error:
+                low, high = (8 + length + int(offset) for offset in entry["data_offsets"])
+                if not 8 + length <= low <= high <= size:
+                    raise ValueError(f"{key} lies outside the file")
+                places[key] = (low, high)
+    except (*CONTENT, RecursionError, OverflowError) as error:
         raise StorageError(f"{file}: its header cannot be read: {error}") from error
     return places
