@@ -53,7 +53,6 @@ class PlainExport:
         return model, kept
 
     def read(self, stored: "StoredTensor") -> Tensor:
-        """Read a tensor."""
         value = self.values.tensor(stored.key, stored.shape, stored.dtype)
         return value if stored.written is None else value.to(stored.written)
 

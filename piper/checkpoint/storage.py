@@ -238,8 +238,8 @@ class BlockReader:
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.files, self.block = record.files, record.block
-        self._verified = partial(verified_block, folder, record)
-        self._block = lru_cache(CACHED)(self._verified)  # without `self`: blocks go when their reader does
+        # Without `self`: blocks go when their reader does.
+        self._block = lru_cache(CACHED)(partial(verified_block, folder, record))
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a file from `start` on."""
@@ -250,12 +250,6 @@ class BlockReader:
             first = number * self.block
             low, high = max(start, first), min(end, first + self.block)
             out[low - start : high - start] = self._block(name, number)[low - first : high - first]
-
-    def verify(self) -> None:
-        """Read and verify all bytes of all files."""
-        for name, record in self.files.items():
-            for number in range(-(-record.size // self.block)):
-                self._verified(name, number)
 
 
 class CheckpointReader:
