@@ -117,7 +117,12 @@ def test_a_device_holds_what_others_write() -> None:
 
 def test_a_device_asks_only_its_own_buckets_how_they_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(Bucket, "update", property(lambda self: asked.append(self.name) or self))
+
+    def update(self: Bucket) -> Bucket:
+        asked.append(self.name)
+        return self
+
+    monkeypatch.setattr(Bucket, "update", property(update))
     made = plans(bucket("a", {"a": 4}, (0, 1)), bucket("b", {"b": 4}, (2, 3)))
     assert [b.name for b in saved_buckets(made, 2)] == ["b"]
     assert asked == ["b"]  # of thousands of devices, each would ask all buckets
