@@ -42,7 +42,6 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Return the answer in one line."""
         if not self.ok:
             return f"Not the same numbers: {self.first_bad}"
         if self.sliced is not None:

@@ -68,12 +68,10 @@ class ChunkwiseReference(Reference):
         self.constants = {name: value.to(self.device) for name, value in program.constants.items()}
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Train on one global batch, and return the loss."""
         self.walks = []
         return super().step(batch)
 
     def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the chunks on one slice of a batch."""
         walk = self.walk(take(batch, part.samples), part)
         self.walks.append((part, walk))
         self.set_buffers(walk.buffers)

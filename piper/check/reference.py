@@ -194,7 +194,6 @@ class Reference:
         return total / weights
 
     def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss on one slice of a batch."""
         with self.replay.slice(self.steps, part):
             return self.loss(take(batch, part.samples), part.samples)
 
@@ -214,7 +213,6 @@ class Reference:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Set the model's buffers."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(values[name])

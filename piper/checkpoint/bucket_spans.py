@@ -119,10 +119,11 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     written = set[str]()
     _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in plans.buckets.values():
-        update, names = bucket.update, {piece.name for piece in bucket.pieces}
-        first = device in bucket.devices and device in chain(*update.distinct)
-        if first and names.isdisjoint(written):
-            saved.append(update)
+        names = {piece.name for piece in bucket.pieces}
+        if device in bucket.devices and names.isdisjoint(written):
+            update = bucket.update
+            if device in chain(*update.distinct):
+                saved.append(update)
         written |= names
     return saved
 

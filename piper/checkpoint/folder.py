@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
-from piper.checkpoint.storage import BlockReader, StorageError, Written, index_of, sync
+from piper.checkpoint.storage import StorageError, Written, index_of, sync, verified_block
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,
@@ -144,7 +144,9 @@ def verify(path: Path) -> Record:
     """Read and verify every byte of a checkpoint, and return its record."""
     record = read_record(path)
     try:
-        BlockReader(path, record).verify()
+        for name, file in record.files.items():
+            for number in range(-(-file.size // record.block)):
+                verified_block(path, record, name, number)
     except StorageError as error:
         raise DamagedError(path, str(error)) from error
     return record

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, spans
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
-from piper.checkpoint.metadata import DamagedError, Record, can_keep, name_in_group, read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name_in_group, read_record
 from piper.checkpoint.save import Copied, RefusedError, buffer_parts, copied, copy_state, range_of
 from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange, Written, write_parts
 from piper.errors import ConfigError
@@ -77,6 +77,7 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
         adoptions.append(read_optimizer(worker, optimizer, reader))
         if scheduler is not None:
             schedule = cast("dict[str, object]", decode(record.trainer.schedule))
+            check_settings(schedule, scheduler.state_dict(), "last_epoch")
             adoptions.append(partial(scheduler.load_state_dict, schedule))
 
     def renew() -> None:
@@ -90,6 +91,12 @@ def saved_name(worker: Worker, record: Record, name: str) -> str:
     """Return the name under which a value of a worker's group is saved: its own where there is no other."""
     in_group = name_in_group(name, worker.setup.plans.place_in_group(worker.device)[0])
     return in_group if f"model.{in_group}" in record.tensors else name
+
+
+def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
+    """Refuse saved settings that lack a key of the optimizer or scheduler that is to load them."""
+    if not isinstance(saved, dict) or (key in here and key not in saved):
+        raise StorageError(f"{FILE}: trainer has no {key}")
 
 
 def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Callable[[], None]:
@@ -141,6 +148,8 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
             {"saved": f"{len(groups)} groups", "here": f"{len(here)} groups"},
             "go on with the same optimizer",
         )
+    for saved, now in zip(groups, here, strict=True):
+        check_settings(saved, now, "lr")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state: dict[int, dict[str, object]] = {}

@@ -194,6 +194,9 @@ def read_record(folder: Path) -> Record:
         if nbytes != file.size:
             had = "is missing" if nbytes is None else f"has {nbytes} bytes, not {file.size}"
             raise DamagedError(folder, f"{name} {had}")
+    for name in sorted(path.name for path in folder.iterdir()):
+        if OURS.fullmatch(name) and name not in (FILE, *record.files):
+            raise DamagedError(folder, f"{name} is not a file of this checkpoint: {FILE} does not list it")
     return record
 
 

@@ -83,7 +83,6 @@ class BucketExchange:
                     self.gets.setdefault(one.source, []).append(enters)
 
     def swap(self, group: Group, devices: Sequence[int], where: torch.device) -> None:
-        """Give and get it."""
         empty = torch.empty(0, dtype=torch.uint8, device=where)
         parts = [torch.cat([empty, *self.gives.pop(device, ())]) for device in devices]
         lengths = [sum(tensor.nbytes for tensor in self.gets.get(device, ())) for device in devices]
@@ -142,7 +141,6 @@ class Movement:
             self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
 
     def move(self, move: BucketMove, kept: Kept, like: set[str]) -> None:
-        """Move one bucket."""
         exchange = BucketExchange()
         target = self.after.holdings.get(move.bucket.name)
         # Bits move where both layouts split what they train, else the numbers.

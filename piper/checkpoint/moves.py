@@ -27,7 +27,7 @@ from piper.plan.plan import Comm, Plan, Plans
 from piper.plan.updates import Piece, sharers
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-NONE: Numbers = np.zeros((2, 0), dtype=np.int64)
+NONE: Numbers = np.zeros((3, 0), dtype=np.int64)
 ALL = "all"  # the communicator of every device
 KNOWN = 4096  # pairs of placements whose transfers are kept: equal layers have the same
 
@@ -148,48 +148,38 @@ def nearest(having: Devices, device: int) -> int:
 
 def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[MovedRuns]) -> None:
     """Prove, without `common_runs`, that a device gets each element of its part once, from one with it."""
-    having = {device: Intervals.of(before.runs(place)) for place, device in enumerate(before.devices)}
+    having = {device: one_by_one(before.runs(place)) for place, device in enumerate(before.devices)}
     for place, device in enumerate(after.devices):
-        wanted = Intervals.of(after.runs(place))
-        arrived = [(one.source, Intervals.of(one.runs)) for one in moved if one.target == device]
-        entered = [np.stack([one.there, one.length]) for _, one in arrived]
-        mine = np.stack([wanted.here, wanted.length])
-        if not np.array_equal(joined(np.hstack([NONE, *entered])), joined(mine)):
+        wanted = one_by_one(after.runs(place))
+        arrived = [(one.source, one_by_one(one.runs)) for one in moved if one.target == device]
+        entered = np.hstack([NONE[1:], *(runs[1:] for _, runs in arrived)])
+        if not np.array_equal(joined(entered), joined(wanted[[0, 2]])):
             raise AssertionError(f"device {device} gets other elements than those of its part")
-        for source, one in arrived:
-            given = having[source].elements(one.here, one.length)
-            needed = wanted.elements(one.there, one.length)
+        for source, (here, there, length) in arrived:
+            given, needed = elements(having[source], here, length), elements(wanted, there, length)
             if (given < 0).any() or not np.array_equal(given, needed):
                 raise AssertionError(f"device {source} gives device {device} other elements than it needs")
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """Runs one by one, in the order of `here`."""
+def one_by_one(several: Iterable[FlatRuns]) -> Numbers:
+    """Return runs one by one as [here, there, length], in the order of `here`."""
+    rows = [NONE]
+    for runs in several:
+        numbers = np.arange(runs.count, dtype=np.int64)
+        here, there = runs.here + runs.here_step * numbers, runs.there + runs.there_step * numbers
+        rows.append(np.stack([here, there, np.full_like(numbers, runs.length)]))
+    whole = np.hstack(rows)
+    return whole[:, np.argsort(whole[0], kind="stable")]
 
-    here: Numbers
-    there: Numbers
-    length: Numbers
 
-    @staticmethod
-    def of(several: Iterable[FlatRuns]) -> "Intervals":
-        """Return runs one by one."""
-        here, there, length = [NONE[0]], [NONE[0]], [NONE[0]]
-        for runs in several:
-            numbers = np.arange(runs.count, dtype=np.int64)
-            here.append(runs.here + runs.here_step * numbers)
-            there.append(runs.there + runs.there_step * numbers)
-            length.append(np.full(runs.count, runs.length))
-        order = np.argsort(np.concatenate(here), kind="stable")
-        return Intervals(*(np.concatenate(one)[order] for one in (here, there, length)))
-
-    def elements(self, at: Numbers, length: Numbers) -> Numbers:
-        """Return where stretches that begin `here` at some places lie `there`. -1: they lie in no run."""
-        if not len(self.here):
-            return np.full(len(at), -1)
-        run = np.searchsorted(self.here, at, side="right") - 1
-        inside = (run >= 0) & (at + length <= self.here[run] + self.length[run])
-        return np.where(inside, self.there[run] + at - self.here[run], -1)
+def elements(runs: Numbers, at: Numbers, length: Numbers) -> Numbers:
+    """Return where stretches that begin `here` at some places lie `there`. -1: they lie in no run."""
+    here, there, lengths = runs
+    if not len(here):
+        return np.full(len(at), -1)
+    run = np.searchsorted(here, at, side="right") - 1
+    inside = (run >= 0) & (at + length <= here[run] + lengths[run])
+    return np.where(inside, there[run] + at - here[run], -1)
 
 
 def joined(stretches: Numbers) -> Numbers:

@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from piper.checkpoint.json_state import decode, dtype_named, encode
 from piper.checkpoint.load import Values
@@ -53,7 +53,6 @@ class PlainExport:
         return model, kept
 
     def read(self, stored: "StoredTensor") -> Tensor:
-        """Read a tensor."""
         value = self.values.tensor(stored.key, stored.shape, stored.dtype)
         return value if stored.written is None else value.to(stored.written)
 
@@ -70,15 +69,6 @@ class StoredTensor:
     def hollow(self) -> Tensor:
         """Return a tensor of the shape and type to write, without elements."""
         return torch.empty(self.shape, dtype=self.written or self.dtype, device="meta")
-
-
-def mapped(state: object, change: Callable[[StoredTensor], object]) -> object:
-    """Return nested containers with each tensor changed."""
-    if isinstance(state, StoredTensor):
-        return change(state)
-    if isinstance(state, Mapping):
-        return {key: mapped(value, change) for key, value in state.items()}
-    return [mapped(value, change) for value in state] if isinstance(state, list) else state
 
 
 def export_dcp(export: PlainExport, folder: Path) -> None:
@@ -110,7 +100,7 @@ def write_nested(export: PlainExport, folder: Path, state: State) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     stored = {key: value for key, value in flattened(state) if isinstance(value, StoredTensor)}
-    hollow = cast("dict[str, object]", mapped(state, StoredTensor.hollow))
+    hollow = tree_map_only(StoredTensor, StoredTensor.hollow, dict(state))
 
     class ReadingPlanner(DefaultSavePlanner):
         """Reads a tensor when it is written."""
@@ -149,7 +139,7 @@ def export_torch(export: PlainExport, folder: Path) -> None:
     ]
     optimizer = {"state": {numbers[name]: keys for name, keys in kept.items()}, "param_groups": groups}
     state = {"model": model, "optimizer": optimizer, "step": export.values.record.step}
-    torch.save(mapped(state, export.read), folder / TORCH)
+    torch.save(tree_map_only(StoredTensor, export.read, state), folder / TORCH)
 
 
 FORMATS: Mapping[str, Callable[[PlainExport, Path], None]] = {

@@ -238,8 +238,8 @@ class BlockReader:
 
     def __init__(self, folder: Path, record: Record) -> None:
         self.files, self.block = record.files, record.block
-        self._verified = partial(verified_block, folder, record)
-        self._block = lru_cache(CACHED)(self._verified)  # without `self`: blocks go when their reader does
+        # Without `self`: blocks go when their reader does.
+        self._block = lru_cache(CACHED)(partial(verified_block, folder, record))
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a file from `start` on."""
@@ -250,12 +250,6 @@ class BlockReader:
             first = number * self.block
             low, high = max(start, first), min(end, first + self.block)
             out[low - start : high - start] = self._block(name, number)[low - first : high - first]
-
-    def verify(self) -> None:
-        """Read and verify all bytes of all files."""
-        for name, record in self.files.items():
-            for number in range(-(-record.size // self.block)):
-                self._verified(name, number)
 
 
 class CheckpointReader:
@@ -345,8 +339,10 @@ def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
     try:
         for key, entry in json.loads(text).items():
             if key != "__metadata__":
-                low, high = map(int, entry["data_offsets"])
-                places[key] = (8 + length + low, 8 + length + high)
-    except (*CONTENT, RecursionError) as error:
+                low, high = (8 + length + int(offset) for offset in entry["data_offsets"])
+                if not 8 + length <= low <= high <= size:
+                    raise ValueError(f"{key} lies outside the file")
+                places[key] = (low, high)
+    except (*CONTENT, RecursionError, OverflowError) as error:
         raise StorageError(f"{file}: its header cannot be read: {error}") from error
     return places

@@ -25,7 +25,10 @@ def naming(make: Make, at: str) -> Iterator[None]:
     try:
         yield
     except PiperError as error:
-        raise placed(error, make) from error.__cause__
+        # One of our own data classes: name the user's line that made or called it.
+        frames = users_frames(error)
+        where = frames[-1][0].partition(" in ")[0] if frames else defined_at(make)
+        raise (error.located(f"{error.by} ({where})") if where else error) from error.__cause__
     except Exception as error:
         hint = "fix the data at that line"
         raise raised("data() failed", error, role="data", thing=make, facts={"at": at}, hint=hint) from error
@@ -85,13 +88,6 @@ def _sources(data: object) -> set[int]:
         elif type(iterator).__module__ in ("builtins", "itertools"):
             waiting += gc.get_referents(iterator)
     return identities
-
-
-def placed(error: PiperError, make: Make) -> PiperError:
-    """Return an error of our own data classes with the user's line that made or called them."""
-    frames = users_frames(error)
-    where = frames[-1][0].partition(" in ")[0] if frames else defined_at(make)
-    return error.located(f"{error.by} ({where})") if where else error
 
 
 def check_fields(batch: object, step: int, make: Make) -> None:

@@ -73,15 +73,9 @@ def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[I
 @contextmanager
 def preemptible() -> Iterator[None]:
     """Raise PreemptedError inside the block on SIGTERM, once: for the time in which no step is under way."""
-    seen = False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        if not seen:
-            seen = True
-            raise PreemptedError
-
-    before = signal.signal(signal.SIGTERM, end)
+    signals = Interrupts(lambda number: None, GRACE)
+    signals.over = signals.preempted = True  # the first one ends the run, and later ones change nothing
+    before = signal.signal(signal.SIGTERM, signals.handle)
     try:
         yield
     finally:

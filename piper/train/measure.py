@@ -117,7 +117,6 @@ class Outcome:
     preempted: bool = False  # stopped by SIGTERM
 
     def add(self, measure: Measure) -> None:
-        """Note a step."""
         self.done = measure.step
         self.first, self.last = self.first or measure, measure
         self.seconds += measure.step_s
@@ -195,7 +194,6 @@ class ConsoleLog(logging.Handler):
         self.console, self.log = console, logging.getLogger("piper")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
         self.console.print(self.format(record), markup=False)
 
     def __enter__(self) -> None:

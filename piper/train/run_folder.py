@@ -246,10 +246,12 @@ def locked(folder: Path) -> Iterator[str | None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            about = read_lock(os.pread(descriptor, 4096, 0))
+            who = f"process {about['pid']} on {about['host']}" if about else "a process that has just started"
             raise ConfigError(
                 "another run is using this folder",
                 by=str(folder),
-                facts={"holder": holder(descriptor)},
+                facts={"holder": who},
                 hint="wait for it or stop it, or name another folder with --out",
             ) from None
         except OSError as error:
@@ -258,16 +260,10 @@ def locked(folder: Path) -> Iterator[str | None]:
             warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
         # A child shares the lock: one that outlives this process must not hold it.
         os.register_at_fork(after_in_child=held.close)
-        about = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
+        mine = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
+        os.pwrite(descriptor, (json.dumps(mine) + "\n").encode(), 0)
         yield warning
-
-
-def holder(descriptor: int) -> str:
-    """Return who holds a lock, in words."""
-    about = read_lock(os.pread(descriptor, 4096, 0))
-    return f"process {about['pid']} on {about['host']}" if about else "a process that has just started"
 
 
 def read_lock(data: bytes) -> dict[str, object] | None:

@@ -108,7 +108,6 @@ class CommandWatch(Watch):
         self.show(measure)
 
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
-        """Write and show an evaluation."""
         assert isinstance(result, EvaluationResult)
         self.evaluations.write({"step": step, **asdict(result)})
         numbers = f"loss {result.loss:.4f}{shown(result.metrics)}   {result.samples} samples"
@@ -280,7 +279,6 @@ class RankSummary:
     peak: PeakMemory
 
     def report(self) -> dict[str, object]:
-        """Return it as one object."""
         return {
             "rank": self.rank,
             "devices": self.devices,

@@ -252,6 +252,7 @@ EDITS: dict[str, tuple[Edit, str, str]] = {  # the edit, the file that is named,
     "two files swapped": (swap(D1, D2), D1, BYTES),
     "a file for another": (copy(D1, D2), D2, BYTES),
     "file of another step": (older(D2), D2, BYTES),
+    "a file too many": (copy(D0, "device-00009.safetensors"), "device-00009.safetensors", "does not list it"),
     "moments swapped": (tensors(D0, swap_moments), D0, BYTES),
     "tensors swapped between files": (swap_between(D1, D2), D1, BYTES),
     "another type in a header": (in_header(b'"F64"', b'"I64"'), D0, BYTES),
@@ -276,6 +277,11 @@ EDITS: dict[str, tuple[Edit, str, str]] = {  # the edit, the file that is named,
     "one parameter's moments": (changed(lambda found: found["moments"].pop(WEIGHT)), JSON, DIGEST),
     "one moment": (changed(lambda found: found["moments"][WEIGHT].pop("exp_avg")), JSON, DIGEST),
     "no groups": (changed(lambda found: found["trainer"].update(groups=None)), JSON, DIGEST),
+    "empty groups": (
+        resealed(lambda found: found["trainer"].update(groups=[{"map": {}}])),
+        JSON,
+        "has no lr",
+    ),
     "one tensor": (changed(lambda found: found["tensors"].pop(f"model.{WEIGHT}")), JSON, DIGEST),
     "another shape": (changed(lambda found: found["model"][WEIGHT].update(shape=[16, 15])), JSON, DIGEST),
     "another type": (changed(lambda found: found["model"][WEIGHT].update(dtype="float32")), JSON, DIGEST),
@@ -318,7 +324,7 @@ def test_an_edit_is_refused_and_changes_nothing(name: str, run: Run, saved: Path
     assert said.startswith("load: ") and str(tmp_path / "step-2") in said
     assert file in said and why in said
     assert run.session.open and equal_bits(run.state_dict(), before)
-    if name not in ("data that would be called", "piece in another file"):  # found at load
+    if name not in ("empty groups", "data that would be called", "piece in another file"):  # found at load
         assert latest(tmp_path) == tmp_path / "step-1"
         with pytest.raises(ConfigError):
             verify(tmp_path / "step-2")

@@ -115,6 +115,19 @@ def test_a_device_holds_what_others_write() -> None:
     assert [b.name for b in saved_buckets(made, 0)] == ["r", "t@0"]
 
 
+def test_a_device_asks_only_its_own_buckets_how_they_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def update(self: Bucket) -> Bucket:
+        asked.append(self.name)
+        return self
+
+    monkeypatch.setattr(Bucket, "update", property(update))
+    made = plans(bucket("a", {"a": 4}, (0, 1)), bucket("b", {"b": 4}, (2, 3)))
+    assert [b.name for b in saved_buckets(made, 2)] == ["b"]
+    assert asked == ["b"]  # of thousands of devices, each would ask all buckets
+
+
 def test_the_first_copy_of_a_buffer_is_written() -> None:
     made = plans(buffers={0: ["x.mean"], 1: ["x.mean", "y"], 2: ["y"]})
     assert [[*made.of(device).buffers] for device in range(3)] == [["x.mean"], ["x.mean", "y"], ["y"]]

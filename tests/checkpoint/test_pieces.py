@@ -1,6 +1,7 @@
 """Slices along any dimension are stored as few pieces and read back as slices of any other kind."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,16 @@ import torch
 
 from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, parse
 from piper.checkpoint.save import buffer_parts
-from piper.checkpoint.storage import CheckpointReader, TensorRange, covered, index_of, overlaps, write_parts
+from piper.checkpoint.storage import (
+    CheckpointReader,
+    StorageError,
+    TensorRange,
+    covered,
+    index_of,
+    overlaps,
+    write_blocks,
+    write_parts,
+)
 from piper.ir.sharding import FlatRuns, Sharding, flat_runs, local_sizes
 from piper.plan.plan import Slot
 
@@ -92,6 +102,21 @@ def test_a_buffer_is_sharded_along_its_own_dimension(tmp_path: Path) -> None:
     half = torch.zeros(4)
     CheckpointReader(tmp_path, record).read(buffer_parts("b", halves, 4, half.view(2, 2), half))
     assert half.tolist() == [2.0, 3.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("offsets", [[-8, 0], [8, 16], [8, 0]])
+def test_a_tensor_that_its_header_puts_outside_the_file_is_refused(
+    offsets: list[int], tmp_path: Path
+) -> None:
+    header = json.dumps({"model.w": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    file = write_blocks(tmp_path / "values.safetensors", [memoryview(content)])
+    piece = SavedPiece(offset=0, length=2, file="values.safetensors")
+    stored = Stored(dtype="float32", size=2, pieces=(piece,))
+    record = Record(step=0, tensors={"model.w": stored}, files={piece.file: file})
+    wanted = TensorRange(key="model.w", size=2, start=0, tensor=torch.zeros(2))
+    with pytest.raises(StorageError, match=r"model\.w lies outside the file"):
+        CheckpointReader(tmp_path, record).read([wanted])
 
 
 def test_a_sharded_matrix_is_one_piece_on_each_device() -> None:
