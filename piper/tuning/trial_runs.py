@@ -7,7 +7,6 @@ same addresses. Medians that differ by less than starts explain do not order can
 with the shortest predicted step comes first.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from timeit import repeat
 
 from piper.errors import ConfigError, PiperError
 from piper.ir.format import count, percent
+from piper.run.launch import machine_memory
 from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
@@ -252,7 +252,7 @@ def fit_together(candidates: Sequence[Evaluation], cluster: Cluster, devices: in
     """Return whether all candidates may hold their memory at the same time."""
     room = float(limit)
     if cluster.cores:  # devices share the memory of the host, and half of it is for others
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / devices
+        room = machine_memory() / 2 / devices
     return sum(candidate.needs + cluster.context for candidate in candidates) <= room
 
 
