@@ -299,7 +299,6 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
 
 
 def spent_in(stretch: Iterable[PathNode]) -> float:
-    """Return the seconds of some links of the path."""
     return sum(link.end - link.start for link in stretch)
 
 

@@ -161,7 +161,6 @@ def whole_step(
 
 
 def own_samples(training: Training, rank: Rank) -> dict[str, Tensor]:
-    """Return this rank's samples of the batch."""
     return {name: value.chunk(rank.size)[rank.number] for name, value in training.batch().items()}
 
 
@@ -303,7 +302,6 @@ def take_step(rank: Rank) -> float | None:
 
 
 def end_peer(rank: Rank) -> None:
-    """End torch's side."""
     rank.step = None
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from operator import add
 
 import numpy as np
 
@@ -40,7 +41,6 @@ class LeastMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return self.parameters + self.optimizer + self.gradients + self.activations
 
     @property
@@ -123,11 +123,9 @@ def stage_costs(
             for stage, inward in zip(stages, inputs, strict=True)
         ]
     if sums:
-        ranks = choice.placement.ranks
-        weights = [
-            weight + (stage.adds if choice.zeros[ranks[number]] < 2 else 0.0)
-            for number, (weight, stage) in enumerate(zip(weights, stages, strict=True))
-        ]
+        levels = (choice.zeros[rank] for rank in choice.placement.ranks)
+        added = (stage.adds if level < 2 else 0.0 for stage, level in zip(stages, levels, strict=True))
+        weights = [*map(add, weights, added)]
     if not any(map(sum, (forward, inputs, weights))):
         return None
     hop = [hop_seconds(choice, layers, number) for number in range(len(stages) - 1)]

@@ -46,7 +46,6 @@ class TrialRun:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Return the seconds of all its steps."""
         return tuple(spent for start in self.starts for spent in start)
 
     @property
