@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> None:
             closing(ForkServer("piper.selftest.rank_process")) as forks,
             closing(Processes(forks, training.ranks, PATIENCE)) as processes,
         ):
-            both = compare(ROWS[name], training, options.rounds, "cpu", processes, forks)
+            both = compare(ROWS[name], training, options.rounds, processes)
         cells = [f(times) for times in (both.ours, both.theirs) for f in (statistics.median, min)]
         figures = " ".join(f"{seconds * 1e3:7.0f} ms" for seconds in cells)
         print(f"{name:12} {figures} {1 / both.ratio:12.2f}x", flush=True)

@@ -24,7 +24,7 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.schedules.grid import grid_for
-from piper.schedules.synthesis.synthesise import Alike, synthesised
+from piper.schedules.synthesis.synthesise import synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
@@ -142,8 +142,7 @@ def schedule_pictures() -> Iterator[Picture]:
 
 def synthesised_picture() -> Picture:
     """A schedule that the search found, for a memory at which no named schedule is as short."""
-    pipeline = Alike(ranks=RANKS, microbatches=MICROBATCHES, memory=0.625)
-    found = synthesised(pipeline)
+    found, _ = synthesised(RANKS, MICROBATCHES, memory=0.625)
     return Picture(
         name="gallery-synthesised",
         heading="A synthesised schedule",

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import cast
@@ -14,7 +15,7 @@ import piper
 from piper.capture.precision.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.process.files import write_output
-from piper.run.launch import launcher
+from piper.run.launch import launcher, machine_memory
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import MeasuredTimes, collect_times
@@ -65,7 +66,7 @@ def measure() -> Cluster:
     try:
         flops = {name: arithmetic(kind, dtype) for name, dtype in TYPES.items()}
         if kind == "cuda" and torch.cuda.get_device_capability() >= CAPABLE:
-            flops[FP8] = arithmetic_in_fp8(kind)
+            flops[FP8] = arithmetic(kind, torch.float8_e4m3fn)
         bandwidth = traffic(kind)
     finally:
         torch.set_num_threads(threads)
@@ -101,16 +102,12 @@ def best(run: Callable[[], object], kind: str) -> float:
 def arithmetic(kind: str, dtype: torch.dtype) -> float:
     """Return the operations per second of a large matrix product."""
     side = SIDE[kind] if dtype != torch.float64 or kind == "cpu" else SIDE[kind] // 4
-    a, b = (torch.ones(side, side, dtype=dtype, device=kind) for _ in range(2))
-    return 2 * side**3 / best(lambda: a @ b, kind)
-
-
-def arithmetic_in_fp8(kind: str) -> float:
-    """Return the operations per second of a large matrix product in fp8."""
-    side = SIDE[kind]
-    one = torch.ones((), device=kind)
-    a, b = (torch.ones(side, side, device=kind).to(torch.float8_e4m3fn) for _ in range(2))
-    return 2 * side**3 / best(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16), kind)
+    a, b = (torch.ones(side, side, device=kind).to(dtype) for _ in range(2))
+    multiply = partial(torch.mm, a, b)
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=kind)
+        multiply = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16)
+    return 2 * side**3 / best(multiply, kind)
 
 
 def traffic(kind: str) -> float:
@@ -135,7 +132,7 @@ def memory(kind: str) -> float:
     """Return the bytes of memory of a device."""
     if is_accelerator(kind):
         return float(torch.get_device_module(kind).get_device_properties(0).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(machine_memory())
 
 
 def conversation() -> tuple[float, float, float]:

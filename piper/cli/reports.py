@@ -124,21 +124,15 @@ class CandidateReport(TypedDict):
 
     label: str
     step_s: float
-    peak_bytes: float
-
-
-class RankedReport(CandidateReport):
-    """A candidate in the order of its time."""
-
     measured_s: float | None
     bound_s: float
+    peak_bytes: float
     reason: Note[str, "why it was not chosen"]
 
 
 class BestReport(CandidateReport):
     """The chosen candidate."""
 
-    measured_s: float | None
     strategy: Note[list[dict[str, object]], "a JSON strategy, as --out writes it"]
 
 
@@ -162,7 +156,7 @@ class TuneReport(TypedDict):
     load: float | None
     margin: float | None
     traced: Note[list[int], "sizes of microbatches"]
-    ranked: list[RankedReport]
+    ranked: Note[list[CandidateReport], "in the order of their times"]
     front: Note[list[CandidateReport], "those that none beats in both time and memory"]
     discarded: Note[dict[str, int], "how many, by the reason"]
     losers: list[LoserReport]

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,14 +10,12 @@ from piper.cli.application import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.schedules.grid import SYNTHESISED, Grid, grid_for, group_text, known
-from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
+from piper.schedules.synthesis.synthesise import synthesised
 from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
 from piper.view.cells import of_schedule, picture
 from piper.view.svg import MARK
 from piper.view.svg import grid as draw_grid
-
-STAGES_PER_RANK = 2
 
 
 def schedule(
@@ -49,25 +47,22 @@ def schedule(
     grid: Grid
     times: Costs = UNIT
     below = ""
+    options = {"memory": memory, "costs": costs, "last": last}
+    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
     if name == SYNTHESISED:
-        pipeline = Alike(
-            ranks=ranks,
-            microbatches=microbatches,
-            stages_per_rank=STAGES_PER_RANK if stages_per_rank is None else stages_per_rank,
-            memory=1.0 if memory is None else memory,
-            costs=parsed_costs("1,1,1" if costs is None else costs),
-            last=1.0 if last is None else last,
+        if costs is not None:
+            given["costs"] = parsed_costs(costs)
+        if stages_per_rank is not None:
+            given["stages_per_rank"] = stages_per_rank
+        synthesis, below = synthesised(ranks, microbatches, **given)
+        grid, times = synthesis.grid, synthesis.costs
+    elif given:
+        raise ConfigError(
+            f"{name} does not take --{next(iter(given))}",
+            by="piper schedule",
+            hint=f"leave it out, or use {SYNTHESISED}",
         )
-        synthesis = synthesised(pipeline)
-        grid, times, below = synthesis.grid, synthesis.costs, summary(pipeline, synthesis)
     else:
-        for option, value in {"memory": memory, "costs": costs, "last": last}.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{name} does not take --{option}",
-                    by="piper schedule",
-                    hint=f"leave it out, or use {SYNTHESISED}",
-                )
         grid = grid_for(name, ranks, microbatches, stages_per_rank)
     if svg is not None:
         title = f"{name}, {ranks} ranks, {microbatches} microbatches"

@@ -285,18 +285,20 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     worth = (link for link in path if link.end > link.start)
     by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
     stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
-    for stretch in stretches[:MOST_STRETCHES]:
+    half, left_out = MOST_STRETCHES // 2, max(0, len(stretches) - MOST_STRETCHES)
+    for number, stretch in enumerate(stretches):  # the first of them, and the last, which end the step
+        if number == half and left_out:
+            console.print(f"  ... {left_out} stretches more: --json has all nodes")
+        if half <= number < half + left_out:
+            continue
         first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
         what = first.op if first.op in COMMUNICATION else "computes"
         more = f" to {stretch[-1].node}, {len(stretch)} nodes" if len(stretch) > 1 else ""
         where = f"{seconds(first.start):>8}  {seconds(spent_in(stretch)):>8}  {devices:8}"
         console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
-    if len(stretches) > MOST_STRETCHES:
-        console.print(f"  ... {len(stretches) - MOST_STRETCHES} stretches more: --json has all nodes")
 
 
 def spent_in(stretch: Iterable[PathNode]) -> float:
-    """Return the seconds of some links of the path."""
     return sum(link.end - link.start for link in stretch)
 
 

@@ -136,10 +136,9 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
         task = bar.add_task("recording the model", total=trials)
 
         def report(search: "StrategySearch", evaluation: "Evaluation") -> None:
-            best = search.best.step if search.best is not None else None
             text = f"{count(len(search.evaluated), 'candidate')} compiled"
-            if best is not None:
-                text += f", best {seconds(best)}"
+            if search.best is not None:
+                text += f", best {seconds(search.best.step)}"
             if search.measuring:
                 text += f", measuring {search.measuring}"
             bar.update(task, completed=len(search.evaluated), description=text)
@@ -188,9 +187,16 @@ def print_lengths(tuned: "TunedLengths", console: Console, recipe: str, out: Pat
         console.print("--out FILE writes the strategies, for piper check and train --strategy FILE")
 
 
-def candidate_report(one: "Evaluation") -> CandidateReport:
+def candidate_report(tuned: "Tuned", one: "Evaluation") -> CandidateReport:
     """Return a candidate that was compiled."""
-    return {"label": one.choice.label, "step_s": one.step, "peak_bytes": one.peak}
+    return {
+        "label": one.choice.label,
+        "step_s": one.step,
+        "measured_s": tuned.measured(one),
+        "bound_s": one.bound,
+        "peak_bytes": one.peak,
+        "reason": tuned.reason(one),
+    }
 
 
 def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
@@ -201,7 +207,7 @@ def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
         "strategy": json.loads(tuned.json),
         "lengths": [
             {
-                **candidate_report(one.best),
+                **candidate_report(one, one.best),
                 "length": length,
                 "share": tuned.shares[length],
                 "evaluated": len(one.evaluated),
@@ -272,11 +278,7 @@ def print_discarded(tuned: "Tuned", console: Console) -> None:
 def tuned_report(tuned: "Tuned") -> TuneReport:
     """Return the outcome as one object."""
     return {
-        "best": {
-            **candidate_report(tuned.best),
-            "measured_s": tuned.measured(tuned.best),
-            "strategy": json.loads(tuned.json),
-        },
+        "best": {**candidate_report(tuned, tuned.best), "strategy": json.loads(tuned.json)},
         "evaluated": len(tuned.evaluated),
         "seconds": tuned.seconds,
         "complete": tuned.complete,
@@ -285,16 +287,8 @@ def tuned_report(tuned: "Tuned") -> TuneReport:
         "load": None if tuned.trial is None else tuned.trial.load,
         "margin": None if tuned.trial is None else tuned.trial.margin,
         "traced": list(tuned.recorded),
-        "ranked": [
-            {
-                **candidate_report(one),
-                "measured_s": tuned.measured(one),
-                "bound_s": one.bound,
-                "reason": tuned.reason(one),
-            }
-            for one in tuned.ranked
-        ],
-        "front": [*map(candidate_report, tuned.front)],
+        "ranked": [candidate_report(tuned, one) for one in tuned.ranked],
+        "front": [candidate_report(tuned, one) for one in tuned.front],
         "discarded": tuned.tally,
         "losers": [
             {"label": one.choice.label, "group": one.grouped, "reason": tuned.reason_discarded(one)}

@@ -244,7 +244,6 @@ def lengths(length: int | None, size: int) -> list[int]:
 
 
 def vectors(length: int | None, size: int) -> list[Shape]:
-    """Return the shapes of vectors of these lengths."""
     return [(each,) for each in lengths(length, size)]
 
 

@@ -43,7 +43,6 @@ from piper.runtime.worker import Options
 from piper.schedules import one_f_one_b
 from piper.selftest.rank_process import Processes, Rank
 from piper.strategies import ddp, fsdp, tensor
-from piper.workers.transport.fork_server import ForkServer
 
 SEED = 0
 WARM = 2  # steps of each side before they are timed
@@ -162,7 +161,6 @@ def whole_step(
 
 
 def own_samples(training: Training, rank: Rank) -> dict[str, Tensor]:
-    """Return this rank's samples of the batch."""
     return {name: value.chunk(rank.size)[rank.number] for name, value in training.batch().items()}
 
 
@@ -304,21 +302,18 @@ def take_step(rank: Rank) -> float | None:
 
 
 def end_peer(rank: Rank) -> None:
-    """End torch's side."""
     rank.step = None
     dist.destroy_process_group()
 
 
-def compare(
-    peer: Peer, training: Training, rounds: int, kind: str, processes: Processes, forks: ForkServer
-) -> Comparison:
+def compare(peer: Peer, training: Training, rounds: int, processes: Processes) -> Comparison:
     """Train both sides in turns."""
-    program = compile(peer.job(training), device=kind, compile=training.compiled)
+    program = compile(peer.job(training), device=processes.kind, compile=training.compiled)
     meeting, batch = processes.meet(training.ranks, processes.bound), training.batch()
     times: tuple[list[float], list[float]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
     options = Options(share="nccl", timeout=processes.bound)
-    with launch_local(program, options, forks) as run:
+    with launch_local(program, options, processes.forks) as run:
         processes.call(meeting, partial(start_peer, peer=peer, training=training))
 
         def theirs() -> float:

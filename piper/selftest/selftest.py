@@ -147,7 +147,7 @@ def beside_torch(machine: Machine) -> Iterator[ResultRow]:
     training, rounds = training_for(machine), ROUNDS[machine.apart]
     for peer in PEERS:
         try:
-            both = compare(peer, training, rounds, machine.kind, machine.processes, machine.forks)
+            both = compare(peer, training, rounds, machine.processes)
         except Exception as error:  # noqa: BLE001  it is the result of this row
             yield ResultRow(name=peer.title, ok=False, why=text_of(error))
             continue

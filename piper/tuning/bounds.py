@@ -11,8 +11,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from operator import add
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from piper.schedules.grid import Grid, Row
 from piper.schedules.synthesis.synthesise import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import Memory, StageCosts, makespan
-from piper.simulate.costs import Costs
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
@@ -41,19 +41,13 @@ class LeastMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return self.parameters + self.optimizer + self.gradients + self.activations
 
     @property
     def largest(self) -> str:
         """Return what takes the most."""
-        sizes = {
-            "parameters": self.parameters,
-            "optimizer state": self.optimizer,
-            "gradients": self.gradients,
-            "activations": self.activations,
-        }
-        return max(sizes, key=lambda name: sizes[name])
+        name, _ = max(asdict(self).items(), key=lambda held: held[1])
+        return "optimizer state" if name == "optimizer" else name
 
 
 def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[Sizes], Sizes]:
@@ -83,7 +77,7 @@ def stages_of(choice: StrategyChoice, layers: ModelLayers) -> list[Stage]:
     return [layers.stage(stage) for stage in choice.stages]
 
 
-def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sums: bool = False) -> float:
+def work_bound(choice: StrategyChoice, layers: ModelLayers, *, sums: bool = False) -> float:
     """Return the time of the busiest rank: the way of the first microbatch to it, and its own passes.
 
     sums: also count how long gradients of microbatches are added up, which the ZeRO level decides.
@@ -101,7 +95,7 @@ def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sum
         if sums and choice.zeros[rank] < 2:
             busy[rank] += (choice.microbatches - 1) * stage.adds
         first[rank] = min(first[rank], arrivals[number])
-    alone = max(begin + spent for begin, spent in zip(first, busy, strict=True))
+    costs, alone = layers.costs, max(begin + spent for begin, spent in zip(first, busy, strict=True))
     if not costs.cores:
         return alone
     share = min(costs.node, choice.devices)
@@ -110,7 +104,7 @@ def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sum
 
 
 def stage_costs(
-    choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, whole: bool, sums: bool = False
+    choice: StrategyChoice, layers: ModelLayers, *, whole: bool, sums: bool = False
 ) -> StageCosts | None:
     """Return the least that each pass takes from what it receives to what it passes on, and each transfer.
 
@@ -129,34 +123,30 @@ def stage_costs(
             for stage, inward in zip(stages, inputs, strict=True)
         ]
     if sums:
-        ranks = choice.placement.ranks
-        weights = [
-            weight + (stage.adds if choice.zeros[ranks[number]] < 2 else 0.0)
-            for number, (weight, stage) in enumerate(zip(weights, stages, strict=True))
-        ]
+        levels = (choice.zeros[rank] for rank in choice.placement.ranks)
+        added = (stage.adds if level < 2 else 0.0 for stage, level in zip(stages, levels, strict=True))
+        weights = [*map(add, weights, added)]
     if not any(map(sum, (forward, inputs, weights))):
         return None
-    hop = [hop_seconds(choice, layers, costs, number) for number in range(len(stages) - 1)]
+    hop = [hop_seconds(choice, layers, number) for number in range(len(stages) - 1)]
     return StageCosts(forward=forward, inputs=inputs, weights=weights, hop=hop)
 
 
-def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage: int) -> float:
+def hop_seconds(choice: StrategyChoice, layers: ModelLayers, stage: int) -> float:
     """Return the time of the transfer from a stage to the next; 0 within a rank."""
     ranks = choice.placement.ranks
     source, target = ranks[stage], ranks[stage + 1]
-    if source == target:
-        return 0.0
     nbytes = layers.layers[choice.stages[stage][-1]].sends
-    if not nbytes:
+    if source == target or not nbytes:
         return 0.0
-    talk = costs.talk("send", nbytes, (choice.devices_of(source)[0], choice.devices_of(target)[0]))
+    talk = layers.costs.talk("send", nbytes, (choice.devices_of(source)[0], choice.devices_of(target)[0]))
     return talk.latency + talk.seconds
 
 
-def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid | None) -> float:
+def order_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> float:
     """Return the time of a schedule's passes and transfers alone. grid: None: no order can beat that time."""
     whole = grid is not None and all(action.phase in ("F", "B") for _, action in grid.actions())
-    seconds = stage_costs(choice, layers, costs, whole=whole)
+    seconds = stage_costs(choice, layers, whole=whole)
     if seconds is None:
         return 0.0
     if grid is None or any(len(group) > 1 for row in grid.rows for group in row):
@@ -164,7 +154,7 @@ def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid:
     return makespan(grid, seconds)
 
 
-def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> float:
+def link_bound(choice: StrategyChoice, layers: ModelLayers) -> float:
     """Return the time for which a device's links are busy with parameters and gradients."""
     if choice.width == 1:
         return 0.0
@@ -175,7 +165,7 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
         levels: dict[int, float] = {}
         group = choice.devices_of(rank)[:: choice.tensor * choice.context]  # that hold the same slice
         for (op, nbytes), times in Counter(messages(choice, mine, choice.zeros[rank])).items():
-            talk = costs.talk(op, nbytes, group)
+            talk = layers.costs.talk(op, nbytes, group)
             levels[talk.level] = levels.get(talk.level, 0.0) + times * talk.seconds
         worst = max(worst, *levels.values(), 0.0)
     return worst
@@ -206,40 +196,29 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
     return sent
 
 
-def memory_bound(
-    choice: StrategyChoice, layers: ModelLayers, optimizer_bytes: int, grid: Grid | None
-) -> LeastMemory:
+def memory_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> LeastMemory:
     """Return the least that the fullest rank holds."""
-    ranks = (
-        rank_memory(choice, layers, optimizer_bytes, grid, rank, level)
-        for rank, level in enumerate(choice.zeros)
-    )
+    ranks = (rank_memory(choice, layers, grid, rank, level) for rank, level in enumerate(choice.zeros))
     return max(ranks, key=lambda memory: memory.total)
 
 
 def rank_memory(
-    choice: StrategyChoice,
-    layers: ModelLayers,
-    optimizer_bytes: int,
-    grid: Grid | None,
-    rank: int,
-    level: int,
+    choice: StrategyChoice, layers: ModelLayers, grid: Grid | None, rank: int, level: int
 ) -> LeastMemory:
     """Return the least that one rank holds under a ZeRO level."""
     numbers, ranges = choice.placement.stages_of(rank), choice.stages
     mine = tuple(ranges[number] for number in numbers)
-    between_steps = resident(choice, layers, mine, level, optimizer_bytes)
     stages = {number: layers.stage(ranges[number]) for number in numbers}
     key = (id(grid), rank, mine, min(2, choice.microbatches))
     if key not in layers.walks:
         # Without an order: one microbatch after another holds the least, and a third holds no more than two.
         row = one_by_one(numbers, min(2, choice.microbatches)) if grid is None else grid.rows[rank]
         layers.walks[key] = grid, walk(row, stages)
-    return peak_of(layers.walks[key][1], stages, between_steps)
+    return peak_of(layers.walks[key][1], stages, resident(choice, layers, mine, level))
 
 
 def resident(
-    choice: StrategyChoice, layers: ModelLayers, stages: tuple[range, ...], zero: int, optimizer_bytes: int
+    choice: StrategyChoice, layers: ModelLayers, stages: tuple[range, ...], zero: int
 ) -> LeastMemory:
     """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
     sums = layers.sums(stages)
@@ -247,7 +226,7 @@ def resident(
     alone = replicas == 1 and choice.microbatches == 1  # its gradients are added to nothing
     return LeastMemory(
         parameters=sums.nbytes // replicas if zero == 3 else sums.nbytes,
-        optimizer=sums.trained * optimizer_bytes // (replicas if zero else 1),
+        optimizer=sums.trained * layers.optimizer_bytes // (replicas if zero else 1),
         gradients=(sums.trained_bytes if alone else sums.sum_bytes) // (replicas if zero >= 2 else 1),
     )
 
@@ -291,7 +270,6 @@ def peak_of(walk: Walk, stages: Mapping[int, Stage], between_steps: LeastMemory)
 def synthesis_memory(
     choice: StrategyChoice,
     layers: ModelLayers,
-    optimizer_bytes: int,
     limit: int,
     beyond: Sequence[int] = (),  # bytes that each rank is known to hold beyond what is counted here
 ) -> Memory | None:
@@ -302,7 +280,7 @@ def synthesis_memory(
         numbers = choice.placement.stages_of(rank)
         mine = [stages[number] for number in numbers]
         layers_of_rank = tuple(ranges[number] for number in numbers)
-        kept = resident(choice, layers, layers_of_rank, choice.zeros[rank], optimizer_bytes)
+        kept = resident(choice, layers, layers_of_rank, choice.zeros[rank])
         transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
         left = limit - kept.total - max(0, transient) - (beyond[rank] if beyond else 0)
         one = sum(stage.activations for stage in mine)

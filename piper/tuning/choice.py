@@ -69,7 +69,6 @@ class StrategyChoice:
 
     @property
     def stages_per_rank(self) -> int:
-        """Return how many stages each rank has."""
         return len(self.sizes) // self.ranks
 
     @property
@@ -79,7 +78,6 @@ class StrategyChoice:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices."""
         return self.ranks * self.width
 
     @property

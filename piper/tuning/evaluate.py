@@ -85,7 +85,6 @@ class Queue:
     pushed: int = 0
 
     def extend(self, entries: Iterable[CandidateGroup | Leaf]) -> None:
-        """Add candidates."""
         for entry in entries:
             self.pushed += 1
             choice = entry.choice
@@ -95,7 +94,6 @@ class Queue:
             heapq.heappush(self.entries, item)
 
     def pop(self) -> CandidateGroup | Leaf:
-        """Take out the next candidate."""
         return heapq.heappop(self.entries)[-1]
 
     def upcoming(self, until: float, leaves: Callable[[CandidateGroup], Iterable[Leaf]]) -> Iterator[Leaf]:
@@ -273,6 +271,5 @@ class EvaluationsAhead:
                 self.waiting[key] = result
 
     def end(self) -> None:
-        """End all processes."""
         while self.running:
             self.running.popitem()[1].end()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from piper.capture.layers.annotate_layers import TAG
 from piper.capture.layers.short import short_capturing
@@ -28,7 +28,6 @@ from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, divisors, rows_of
 
 BY = "tune"
-T = TypeVar("T")
 Known = dict[tuple[int, int], tuple[object, ...]]  # by the identities of two tuples, which live longer
 SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
 DROPPED = frozenset(("key",))  # of code, which differs from size to size
@@ -66,32 +65,24 @@ class Model:
             for key in [key for key in self.tables if key[0] == rows]:
                 del self.tables[key]  # was estimated from other sizes
 
-    def layers(
-        self,
-        rows: int,
-        recompute: Recompute,
-        experts: int = 1,
-        tensor: int = 1,
-        context: int = 1,
-        *,
-        several: bool = False,
-    ) -> ModelLayers:
-        """Return the costs of the layers for one microbatch size.
-
-        experts: devices that divide the experts. tensor, context: devices that divide every layer.
-        several: a device has several microbatches. Compiled backwards then add up their gradients.
-        """
-        flat = several and self.compiled
-        key = (rows, recompute, experts, tensor, context, flat)
-        if key not in self.tables and tensor * context > 1:
-            whole = self.layers(rows, recompute, experts, several=several)
-            self.tables[key] = whole.divided(tensor, context)
+    def layers(self, choice: StrategyChoice) -> ModelLayers:
+        """Return the costs of the layers under a candidate, for its microbatch size and what divides them."""
+        rows, recompute, experts = choice.rows, choice.recompute, choice.experts
+        flat = choice.microbatches > 1 and self.compiled  # compiled backwards add up the gradients of several
+        key = (rows, recompute, experts, choice.tensor, choice.context, flat)
+        if key not in self.tables and choice.divided:
+            whole = self.layers(replace(choice, tensor=1, context=1))
+            self.tables[key] = whole.divided(choice.tensor, choice.context)
         elif key not in self.tables:
             # Fewer experts on a device have less weights to read, and the same rows: the fewest give a bound.
             outline = self.outline(rows, recompute, self.shapes.experts if experts > 1 else 1, flat=flat)
-            shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
             self.tables[key] = ModelLayers(
-                outline, self.costs, self.tag, across=recompute.across, shares=shares
+                outline,
+                self.costs,
+                self.tag,
+                across=recompute.across,
+                experts=experts,
+                optimizer_bytes=self.optimizer_bytes,
             )
         return self.tables[key]
 
@@ -258,54 +249,38 @@ def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel
     of every size.
     """
     share = (rows - one.rows) / (other.rows - one.rows)
-    known: Known = {}
     try:
-        chunks = tuple(
-            replace(between(first, second, share, known), key="")
-            for first, second in zip(one.chunks, other.chunks, strict=True)
-        )
+        chunks = between(one.chunks, other.chunks, share, {})
     except (UnlikeLayersError, ValueError):
         return None
-    return replace(one, chunks=chunks, rows=rows)
+    return replace(one, chunks=tuple(replace(chunk, key="") for chunk in chunks), rows=rows)
 
 
-def between(one: T, other: T, share: float, known: Known) -> T:
+def between(one: Any, other: Any, share: float, known: Known) -> Any:  # noqa: ANN401  of one type
     """Return the value that lies at `share` of the way from one to the other; amounts are affine.
 
     known: tuples that were done. Equal layers share theirs.
     """
     if one is other:
         return one
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if type(one) is not type(other):
+        raise UnlikeLayersError
+    if isinstance(one, tuple):
         key = (id(one), id(other))
         if key not in known:
             known[key] = tuple(between(a, b, share, known) for a, b in zip(one, other, strict=True))
-        return known[key]  # type: ignore[return-value]
-    if one == other and not is_dataclass(one):
+        return known[key]
+    if is_dataclass(one):
+        pairs = {each.name: (getattr(one, each.name), getattr(other, each.name)) for each in fields(one)}
+        if any(pairs[name][0] != pairs[name][1] for name in SAME & pairs.keys()):
+            raise UnlikeLayersError
+        changed = {name: between(*pairs[name], share, known) for name in pairs.keys() - DROPPED}
+        return replace(one, **changed)  # type: ignore[type-var]
+    if one == other:
         return one
-    if type(one) is not type(other) or isinstance(one, bool):
+    if isinstance(one, Mapping) and one.keys() == other.keys():
+        return {key: between(one[key], other[key], share, known) for key in one}
+    if isinstance(one, bool) or not isinstance(one, int | float):
         raise UnlikeLayersError
-    result: object
-    match one, other:
-        case int(), int():
-            result = round(one + (other - one) * share)
-        case float(), float():
-            result = one + (other - one) * share
-        case Mapping(), Mapping() if one.keys() == other.keys():
-            result = {key: between(one[key], other[key], share, known) for key in one}
-        case _ if is_dataclass(one):
-            result = between_records(one, other, share, known)
-        case _:
-            raise UnlikeLayersError
-    return result  # type: ignore[return-value]
-
-
-def between_records(one: object, other: object, share: float, known: Known) -> object:
-    """Return a dataclass whose amounts lie between those of two others."""
-    changed = {}
-    for entry in fields(one):  # type: ignore[arg-type]
-        first, second = getattr(one, entry.name), getattr(other, entry.name)
-        if entry.name in SAME and first != second:
-            raise UnlikeLayersError
-        changed[entry.name] = first if entry.name in DROPPED else between(first, second, share, known)
-    return replace(one, **changed)  # type: ignore[type-var]
+    value = one + (other - one) * share
+    return round(value) if isinstance(one, int) else value

@@ -66,11 +66,18 @@ class ModelLayers:
     """The layers of one captured model at one microbatch size, with sums over ranges of them."""
 
     def __init__(
-        self, outline: CapturedModel, costs: Costs, tag: str, *, across: bool, shares: Mapping[str, int]
+        self,
+        outline: CapturedModel,
+        costs: Costs,
+        tag: str,
+        *,
+        across: bool,
+        experts: int,
+        optimizer_bytes: int,
     ) -> None:
-        """Read a differentiated outline. across: only inputs are saved. shares: of experts, by chunk."""
-        self.tag, self.costs, self.across = tag, costs, across
-        self.outline, self.shares = outline, shares
+        """Read a differentiated outline. across: only inputs are saved. experts: devices that divide them."""
+        self.outline, self.costs, self.across = outline, costs, across
+        self.experts, self.optimizer_bytes = experts, optimizer_bytes
         self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
         self.by_name = {chunk.name: chunk for chunk in outline.chunks}
         self.chunks: list[list[Chunk]] = [[] for _ in range(1 + max(self.numbers.values()))]
@@ -236,7 +243,7 @@ class ModelLayers:
         parameters: dict[str, LayerParameters] = {}
         for chunk in chunks:
             reached = set(chunk.phases["B"].grad_params) if "B" in chunk.phases else set()
-            share = self.shares.get(chunk.name, 1)
+            share = self.experts if chunk.kind == "expert" else 1
             for name in chunk.params:
                 elements = prod(self.known[name].local_shape) // share
                 precision = MixedPrecision(dtype=self.known[name].dtype)

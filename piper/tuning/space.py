@@ -50,7 +50,6 @@ class Shapes:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order."""
     return [one for one in range(1, number + 1) if number % one == 0]
 
 

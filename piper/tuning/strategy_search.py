@@ -34,7 +34,6 @@ from piper.tuning.evaluate import (
 )
 from piper.tuning.forked_calls import run_together
 from piper.tuning.model import Model
-from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Space, balanced, even, exists, grid_of, late, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
@@ -90,9 +89,10 @@ class StrategySearch:
         """Return the shortest step that fits; at most `trials` candidates are evaluated. None: none fits.
 
         divided: only candidates with tensor or context parallelism, else only those without.
-        further: begin with the shortest so far.
+        further: go on from the shortest so far, and from what was discarded.
         """
-        self.discarded, self.lowest, self.shortest = [], float("inf"), self.shortest if further else []
+        if not further:
+            self.discarded, self.lowest, self.shortest = [], float("inf"), []
         self.expanded.clear()
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
@@ -139,10 +139,9 @@ class StrategySearch:
         shortest = [one for one in self.evaluated.values() if one.choice.schedule == SYNTHESISED]
         shortest.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
         for choice in list(dict.fromkeys(one.choice for one in shortest))[:REFINED]:
-            layers = self.layers(choice)
-            costs = self.model.costs
-            bound = max(work_bound(choice, layers, costs), order_bound(choice, layers, costs, None))
-            memory = memory_bound(choice, layers, self.model.optimizer_bytes, None)
+            layers = self.model.layers(choice)
+            bound = max(work_bound(choice, layers), order_bound(choice, layers, None))
+            memory = memory_bound(choice, layers, None)
             queue = list(self.synthesised(Leaf(choice=choice, bound=bound, memory=memory), limit, trials))
             while queue:
                 leaf = queue.pop()
@@ -182,7 +181,8 @@ class StrategySearch:
         """Evaluate a candidate. None: it is refused. following: see [Note: candidates evaluated ahead]."""
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
-            self.drop_bounds(leaf.choice.rows)
+            self.expanded.clear()  # bounds for this size, which were estimated from other sizes
+            self.times = {choice: t for choice, t in self.times.items() if choice.rows != leaf.choice.rows}
         result = self.ahead.take(leaf, following, self.workers)
         if isinstance(result, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=result))
@@ -190,11 +190,6 @@ class StrategySearch:
         evaluation = self.evaluated[leaf.key] = replace(result, bound=leaf.bound)
         self.report(self, evaluation)
         return evaluation
-
-    def drop_bounds(self, rows: int) -> None:
-        """Drop the bounds for a microbatch size, which were estimated from other sizes."""
-        self.expanded.clear()
-        self.times = {choice: time for choice, time in self.times.items() if choice.rows != rows}
 
     def following(self, queue: Queue, limit: int, most: int | None = None) -> Iterator[Leaf]:
         """Return the candidates that the search comes to next, unless what it finds meanwhile rules them out.
@@ -218,14 +213,7 @@ class StrategySearch:
             choice = replace(mesh, recompute=recompute, shape=shape)
             for sizes in self.boundaries(choice, mesh.ranks * count):
                 sized = replace(choice, sizes=sizes)
-                bound = work_bound(sized, self.layers(sized), self.model.costs)
-                yield CandidateGroup(choice=sized, bound=bound)
-
-    def layers(self, choice: StrategyChoice) -> ModelLayers:
-        """Return the costs of the layers under a candidate."""
-        degrees = choice.experts, choice.tensor, choice.context
-        several = choice.microbatches > 1
-        return self.model.layers(choice.rows, choice.recompute, *degrees, several=several)
+                yield CandidateGroup(choice=sized, bound=work_bound(sized, self.model.layers(sized)))
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""
@@ -235,7 +223,7 @@ class StrategySearch:
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
         if key not in self.sizes:
             open_choice = replace(choice, sizes=plain)
-            loads = loads_of(open_choice, self.layers(choice))
+            loads = loads_of(open_choice, self.model.layers(choice))
             best = balanced(plain, loads)
             sizes = {"even": plain, "balanced": best, "late": late(best, open_choice.placement.ranks, loads)}
             self.sizes[key] = tuple(dict.fromkeys(sizes[name] for name in self.space.boundaries))
@@ -247,8 +235,7 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                layers, state_bytes = self.layers(choice), self.model.optimizer_bytes
-                memory = memory_bound(choice, layers, state_bytes, grid_of(choice))
+                memory = memory_bound(choice, self.model.layers(choice), grid_of(choice))
                 if memory.total > limit:
                     unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:
@@ -258,10 +245,10 @@ class StrategySearch:
 
     def leaf(self, choice: StrategyChoice, least: float, memory: LeastMemory) -> Leaf:
         """Return a candidate with its bounds. least: the bound of its group."""
-        layers, costs = self.layers(choice), self.model.costs
-        time = max(least, link_bound(choice, layers, costs), self.ordered(choice))
+        layers = self.model.layers(choice)
+        time = max(least, link_bound(choice, layers), self.ordered(choice))
         if not choice.divided:
-            time = max(time, work_bound(choice, layers, costs, sums=True))
+            time = max(time, work_bound(choice, layers, sums=True))
         return Leaf(choice=choice, bound=time, memory=memory, grid=grid_of(choice))
 
     def ordered(self, choice: StrategyChoice) -> float:
@@ -270,8 +257,7 @@ class StrategySearch:
             return 0.0
         key = replace(choice, zeros=())
         if key not in self.times:
-            layers, grid = self.layers(choice), grid_of(choice)
-            self.times[key] = order_bound(choice, layers, self.model.costs, grid)
+            self.times[key] = order_bound(choice, self.model.layers(choice), grid_of(choice))
         return self.times[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
@@ -296,10 +282,10 @@ class StrategySearch:
             return [(0,) * choice.ranks]
         levels = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
-            layers, grid, state_bytes = self.layers(choice), grid_of(choice), self.model.optimizer_bytes
+            layers, grid = self.model.layers(choice), grid_of(choice)
 
             def fits(rank: int, level: int) -> bool:
-                return rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
+                return rank_memory(choice, layers, grid, rank, level).total <= FULL * limit
 
             *below, most = sorted(self.space.zeros)
             lowest = (next((n for n in below if fits(rank, n)), most) for rank in range(choice.ranks))
@@ -323,14 +309,14 @@ class StrategySearch:
             made = zip(every, run_together(calls), strict=True)
             self.grids |= {one: found.grid for one, found in made if found is not None}
         choice, grid = leaf.choice, self.grids[asked]
-        bound = max(leaf.bound, order_bound(choice, self.layers(choice), self.model.costs, grid))
+        bound = max(leaf.bound, order_bound(choice, self.model.layers(choice), grid))
         yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
 
     def asked(self, leaf: Leaf, limit: int, trials: int | None) -> Asked | None:
         """Return what a synthesis is asked for a candidate. None: a rank cannot hold one microbatch."""
-        choice, layers = leaf.choice, self.layers(leaf.choice)
-        memory = synthesis_memory(choice, layers, self.model.optimizer_bytes, limit, leaf.beyond)
-        costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
+        choice, layers = leaf.choice, self.model.layers(leaf.choice)
+        memory = synthesis_memory(choice, layers, limit, leaf.beyond)
+        costs = stage_costs(choice, layers, whole=False, sums=True)
         if memory is None or costs is None:
             return None
         trials = self.synthesis_trials if trials is None else trials

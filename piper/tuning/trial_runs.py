@@ -7,7 +7,6 @@ same addresses. Medians that differ by less than starts explain do not order can
 with the shortest predicted step comes first.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from timeit import repeat
 
 from piper.errors import ConfigError, PiperError
 from piper.ir.format import count, percent
+from piper.run.launch import machine_memory
 from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
@@ -46,7 +46,6 @@ class TrialRun:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Return the seconds of all its steps."""
         return tuple(spent for start in self.starts for spent in start)
 
     @property
@@ -118,28 +117,22 @@ class Turns:
                 return
             for times in self.times:
                 times.append([])
-            with ExitStack() as runs:
-                self._rounds(number, runs)
+            until = self.clock() + LONGEST / STARTS
+            with self.serve() as forks:
+                self._rounds(number, forks, until)
 
-    def _rounds(self, number: int, runs: ExitStack) -> None:
-        """Start all runs once, and let them take turns until the time of this start is over."""
-        until = self.clock() + LONGEST / STARTS
-        forks = runs.enter_context(self.serve())
+    def _rounds(self, number: int, forks: ForkServer, until: float) -> None:
+        """Start all runs once, together or one by one, and let them take turns; together, until a time."""
         several = len(self.starts)
         order = [(number + one) % several for one in range(several)]  # each is first in one of as many starts
-        if not self.together:
-            for one in order:
-                with ExitStack() as alone:
-                    step = self._started(one, forks, alone)
-                    for _ in range(APART):
-                        self._turn(one, step)
-            return
-        steps = {one: self._started(one, forks, runs) for one in order}
-        for turn in range(ROUNDS):
-            if turn and self.clock() > until:
-                return
-            for one in Random(number * ROUNDS + turn).sample(range(len(steps)), len(steps)):
-                self._turn(one, steps[one])
+        for group in [order] if self.together else [[one] for one in order]:
+            with ExitStack() as runs:
+                steps = {one: self._started(one, forks, runs) for one in group}
+                for turn in range(ROUNDS if self.together else APART):
+                    if turn and self.together and self.clock() > until:
+                        break
+                    for one in Random(number * ROUNDS + turn).sample(sorted(group), len(group)):
+                        self._turn(one, steps[one])
 
     def _started(self, one: int, forks: ForkServer, runs: ExitStack) -> Step:
         """Start a run, unless it has failed, and take the steps that do not count. Return its step."""
@@ -252,7 +245,7 @@ def fit_together(candidates: Sequence[Evaluation], cluster: Cluster, devices: in
     """Return whether all candidates may hold their memory at the same time."""
     room = float(limit)
     if cluster.cores:  # devices share the memory of the host, and half of it is for others
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / devices
+        room = machine_memory() / 2 / devices
     return sum(candidate.needs + cluster.context for candidate in candidates) <= room
 
 

@@ -183,14 +183,11 @@ def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> 
     bounds = [group.bound for group in search.groups(divided=True)]
     if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
         return
-    before, lowest = search.discarded, search.lowest
     if best is None or asked:
         search.run(limit, trials, divided=True, further=True)
     else:
         few = partial(search.run, limit, min(trials, DIVIDED_TRIALS), divided=True, further=True)
         with_front_ahead(search, best, few, front=front)
-    search.discarded = [*before, *search.discarded]
-    search.lowest = min(lowest, search.lowest)
 
 
 def check_counts(**numbers: int | None) -> None:

@@ -14,7 +14,7 @@ from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
 from piper.schedules.grid import NAMES, Action, Grid, grid_for, orders
-from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
+from piper.schedules.synthesis.synthesise import synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
 from piper.schedules.torch_csv import validate
 from piper.view.cells import picture
@@ -46,10 +46,7 @@ def test_the_makespans(
     ranks: int, microbatches: int, stages_per_rank: int, memory: float, last: float, longest: float
 ) -> None:
     """In units in which a rank's forwards of one microbatch take 2, whatever its number of stages."""
-    pipeline = Alike(
-        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, memory=memory, last=last
-    )
-    found = synthesised(pipeline)
+    found, _ = synthesised(ranks, microbatches, stages_per_rank, memory=memory, last=last)
     slower = [1.0] * (ranks * stages_per_rank - 1) + [last]
     home = {action.stage: rank for rank, row in enumerate(found.grid.rows) for (action,) in row}
     stages = ranks * stages_per_rank
@@ -233,7 +230,7 @@ def test_a_tight_limit_leaves_one_microbatch_at_a_time() -> None:
 
 
 def test_a_picture_is_to_scale() -> None:
-    found = synthesised(Alike(ranks=2, microbatches=2, stages_per_rank=1, last=1.5))
+    found, _ = synthesised(2, 2, 1, last=1.5)
     assert picture(found.grid, found.costs) == cleandoc("""
         rank 0  0F0 --  0F1 --  .   .   .   .   0B0 --  --  --  .   .   0B1 --  --  --  .   .
         rank 1  .   .   1F0 --  --  1I0 --  --  1F1 --  --  1I1 --  --  1W0 --  --  1W1 --  --
@@ -241,12 +238,10 @@ def test_a_picture_is_to_scale() -> None:
 
 
 def test_what_the_command_line_says_of_a_schedule() -> None:
-    tight = Alike(ranks=4, microbatches=8, memory=0.5)
-    assert summary(tight, synthesised(tight)) == (
-        "makespan 59, the bound is 51; a rank holds at most 4 forwards, 0.50 of 1F1B's 8"
-    )
-    roomy = Alike(ranks=4, microbatches=8)
-    assert summary(roomy, synthesised(roomy)) == (
+    _, tight = synthesised(4, 8, memory=0.5)
+    assert tight == ("makespan 59, the bound is 51; a rank holds at most 4 forwards, 0.50 of 1F1B's 8")
+    _, roomy = synthesised(4, 8)
+    assert roomy == (
         "makespan 51, the bound: none is shorter; a rank holds at most 8 forwards, 1.00 of 1F1B's 8"
     )
 
@@ -313,12 +308,12 @@ HINT = "give one number for each stage, in order; for `hop` one for each boundar
             "Memory: saved has 1.5 bytes\n  hint: bytes are whole numbers: round them up",
         ),
         (
-            lambda: Alike(ranks=4, microbatches=8, memory=0.2),
+            lambda: synthesised(4, 8, memory=0.2),
             "synthesised: memory=0.2 holds no whole microbatch\n"
             "  needs: at least 0.25 of 1F1B's 8 forwards\n  hint:  raise the memory, or use more ranks",
         ),
         (
-            lambda: Alike(ranks=4, microbatches=8, last=0),
+            lambda: synthesised(4, 8, last=0),
             "synthesised: last=0\n  hint: last takes numbers above 0, none infinite or NaN",
         ),
     ],

@@ -61,6 +61,18 @@ def test_one_object(
         assert busy + bubble == pytest.approx(told["step_s"])
 
 
+def test_a_long_path_shows_how_it_begins_and_how_it_ends(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("piper.cli.simulate.MOST_STRETCHES", 2)
+    assert call(monkeypatch, "simulate", f"{recipe}:pipeline", "--cluster", "a100") == 0
+    path = capsys.readouterr().out.partition("Why the step is this long")[2].splitlines()
+    first, more, last = path[path.index("", 1) + 1 :]
+    assert first.endswith("; begins the step")
+    assert re.fullmatch(r"  \.\.\. \d+ stretches more: --json has all nodes", more)
+    assert " total" in last
+
+
 def test_an_unknown_cluster(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,8 +83,15 @@ def test_bounds_hold_for_compiled_jobs(whole: Everything) -> None:
 
 
 def test_a_layer_that_adds_its_gradients_only_reads_the_sum(whole: Everything) -> None:
-    model, recompute = whole.search.model, SMALL.recompute[0]
-    one, several = (model.layers(2, recompute, several=more).layers[1] for more in (False, True))
+    model = whole.search.model
+    one, several = (
+        model.layers(
+            StrategyChoice(
+                ranks=1, replicas=1, rows=2, microbatches=number, sizes=(4,), recompute=SMALL.recompute[0]
+            )
+        ).layers[1]
+        for number in (1, 2)
+    )
     nbytes = sum(held.trained_bytes for held in one.parameters.values())
     assert several.adds == COSTS.touch("compute", nbytes)
     assert one.adds == COSTS.touch("accumulate", 3 * nbytes)

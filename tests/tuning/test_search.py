@@ -16,7 +16,7 @@ from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.choice import Recompute, StrategyChoice
+from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import CandidateGroup, Evaluation, EvaluationsAhead, Leaf, Queue
 from piper.tuning.forked_calls import run_together
 from piper.tuning.space import even
@@ -198,17 +198,19 @@ def test_trials_limit_what_is_compiled(search: StrategySearch) -> None:
 def test_two_recordings_give_the_costs_of_every_size(sizes: tuple[int, ...]) -> None:
     fresh = search_of(replace(SMALL, rows=sizes), 4, "h100").model
     assert fresh.recorded == list(sizes[:2])
-    estimated = fresh.layers(sizes[2], Recompute())
+    choice = StrategyChoice(ranks=1, replicas=1, rows=sizes[2], microbatches=1, sizes=(4,))
+    estimated = fresh.layers(choice)
     assert sizes[2] not in fresh.recorded
     fresh.record(sizes[2])
-    recorded = fresh.layers(sizes[2], Recompute())
+    recorded = fresh.layers(choice)
     for one, other in zip(estimated.layers, recorded.layers, strict=True):
         assert one.work == pytest.approx(other.work, rel=1e-9)
         assert (one.saved, one.parameters, one.sends) == (other.saved, other.parameters, other.sends)
 
 
 def test_a_deferred_weight_gradient_holds_the_gradient_of_its_output(search: StrategySearch) -> None:
-    layer = search.model.layers(2, Recompute()).layers[1]
+    choice = StrategyChoice(ranks=1, replicas=1, rows=2, microbatches=1, sizes=(4,))
+    layer = search.model.layers(choice).layers[1]
     assert layer.late["LAYER=1", "gradient0", -1] == 2 * 8 * 64 * 4
     assert layer.late["LAYER=0", "out0", -1] == 2 * 8 * 64 * 4  # what the layer reads
 

@@ -43,11 +43,9 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Return the number of operations."""
         return len(self.kind)
 
     def number(self, kind: int, stage: int, microbatch: int) -> int:
-        """Return the number of an operation."""
         return (stage * self.microbatches + microbatch) * 3 + kind
 
     def backwards_in_time(self) -> Self:

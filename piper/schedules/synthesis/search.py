@@ -109,7 +109,6 @@ def justify(state: Search, schedule: Schedule) -> None:
 
 
 def ends_of(problem: Problem, start: Sequence[float]) -> list[float]:
-    """Return when each operation ends."""
     return [begin + time for begin, time in zip(start, problem.duration, strict=True)]
 
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from piper.directives.order import Order
@@ -183,83 +183,54 @@ def grid_of(problem: Problem, schedule: Schedule) -> Grid:
     return Grid(rows=tuple(rows))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alike:
-    """A pipeline of stages that are alike but for the last, from the numbers that the command line takes."""
+def synthesised(
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 2,
+    *,
+    memory: float = 1.0,
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    last: float = 1.0,
+) -> tuple[Synthesised, str]:
+    """Synthesise a schedule of stages that are alike but for the last, from numbers of the command line.
 
-    ranks: int
-    microbatches: int
-    stages_per_rank: int = 2
-    memory: float = 1.0  # a share of the activations that 1F1B's first rank holds
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of F, BI and BW
-    last: float = 1.0  # how much slower the last stage is
+    Return the shorter of one over a V and one over a loop, of equal ones the V, and a line that says how long
+    it takes, what no schedule can beat, and what it holds.
 
-    def __post_init__(self) -> None:
-        need_whole(
-            SYNTHESISED,
-            ranks=self.ranks,
-            microbatches=self.microbatches,
-            stages_per_rank=self.stages_per_rank,
-        )
-        numbers = [("costs", cost) for cost in self.costs] + [("last", self.last), ("memory", self.memory)]
-        for name, number in numbers:
-            if not 0 < number < float("inf"):  # NaN is not either
-                raise ScheduleError(
-                    f"{name}={number:g}",
-                    by=SYNTHESISED,
-                    hint=f"{name} takes numbers above 0, none infinite or NaN",
-                )
-        if self.limit < self.stages_per_rank:
-            least = 1 / min(self.ranks, self.microbatches)
+    memory: a share of the activations that 1F1B's first rank holds. costs: of F, BI and BW. last: how much
+    slower the last stage is.
+    """
+    need_whole(SYNTHESISED, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    for name, number in [*(("costs", cost) for cost in costs), ("last", last), ("memory", memory)]:
+        if not 0 < number < float("inf"):  # NaN is not either
             raise ScheduleError(
-                f"memory={self.memory:g} holds no whole microbatch",
+                f"{name}={number:g}",
                 by=SYNTHESISED,
-                facts={"needs": f"at least {least:.3g} of 1F1B's {self.most} forwards"},
-                hint="raise the memory, or use more ranks",
+                hint=f"{name} takes numbers above 0, none infinite or NaN",
             )
-
-    @property
-    def most(self) -> int:
-        """Return the forwards of its stages that 1F1B's first rank would hold."""
-        return self.stages_per_rank * min(self.ranks, self.microbatches)
-
-    @property
-    def limit(self) -> int:
-        """Return the forwards that a rank may hold."""
-        return int(self.memory * self.most + ROUNDING)
-
-
-def synthesised(pipeline: Alike) -> Synthesised:
-    """Synthesise a schedule over a V and over a loop, and return the shorter; of equal ones the V."""
-    stages = pipeline.ranks * pipeline.stages_per_rank
-    forward, inputs, weights = ([cost] * (stages - 1) + [cost * pipeline.last] for cost in pipeline.costs)
-    costs = StageCosts(forward=forward, inputs=inputs, weights=weights)
-    memory = held_by(pipeline)
-    v = synthesise(
-        costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory
-    )
-    loop = Placement.loop(pipeline.ranks, pipeline.stages_per_rank)
-    if bound(costs, loop, pipeline.microbatches, memory) >= v.makespan:
-        return v
-    other = synthesise(costs, loop, pipeline.microbatches, memory)
-    return other if other.makespan < v.makespan else v
-
-
-def held_by(pipeline: Alike) -> Memory:
-    """Return the memory of a pipeline, in forwards of one stage."""
-    stages = pipeline.ranks * pipeline.stages_per_rank
-    return Memory(saved=[1] * stages, carried=[1] * stages, limit=pipeline.limit)
-
-
-def summary(pipeline: Alike, result: Synthesised) -> str:
-    """Say how long a synthesised schedule takes, what no schedule can beat, and what it holds."""
-    peak = max(peak_bytes(result.grid, held_by(pipeline)))
-    where = (
-        "the bound: none is shorter" if result.makespan == result.bound else f"the bound is {result.bound:g}"
-    )
-    return (
-        f"makespan {result.makespan:g}, {where}; a rank holds at most {peak} forwards,"
-        f" {peak / pipeline.most:.2f} of 1F1B's {pipeline.most}"
+    most = stages_per_rank * min(ranks, microbatches)  # forwards that 1F1B's first rank would hold
+    limit = int(memory * most + ROUNDING)  # of a rank
+    if limit < stages_per_rank:
+        least = 1 / min(ranks, microbatches)
+        raise ScheduleError(
+            f"memory={memory:g} holds no whole microbatch",
+            by=SYNTHESISED,
+            facts={"needs": f"at least {least:.3g} of 1F1B's {most} forwards"},
+            hint="raise the memory, or use more ranks",
+        )
+    stages = ranks * stages_per_rank
+    forward, inputs, weights = ([cost] * (stages - 1) + [cost * last] for cost in costs)
+    times = StageCosts(forward=forward, inputs=inputs, weights=weights)
+    held = Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)
+    found = synthesise(times, Placement.v(ranks, stages_per_rank), microbatches, held)
+    loop = Placement.loop(ranks, stages_per_rank)
+    if bound(times, loop, microbatches, held) < found.makespan:
+        found = min(found, synthesise(times, loop, microbatches, held), key=lambda one: one.makespan)
+    peak = max(peak_bytes(found.grid, held))
+    where = "the bound: none is shorter" if found.makespan == found.bound else f"the bound is {found.bound:g}"
+    return found, (
+        f"makespan {found.makespan:g}, {where}; a rank holds at most {peak} forwards,"
+        f" {peak / most:.2f} of 1F1B's {most}"
     )
 
 
