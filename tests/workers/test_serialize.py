@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pickle
 import random
+import resource
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -27,7 +29,7 @@ from piper.workers.messages import (
     unpack_setup,
 )
 from piper.workers.rank_agent import RankZeroResult
-from piper.workers.transport.serialize import HEADER, Codec, MessageError
+from piper.workers.transport.serialize import HEADER, Codec, MessageError, share, shared
 from tests.runtime.grid import Cell, job
 
 
@@ -237,3 +239,17 @@ def test_damaged_messages_build_data_or_nothing() -> None:
 def test_sets_of_devices_arrive_as_tuples() -> None:
     arrived = CODEC.decode(CODEC.encode({"devices": interned((0, 2, 4))}))
     assert arrived == {"devices": (0, 2, 4)}
+
+
+def test_values_that_do_not_fit_leave_no_file_open() -> None:
+    before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            share({"weight": torch.ones(2**16)})
+        whole = share({"weight": torch.ones(5)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert shared(whole)["weight"].tolist() == [1.0] * 5
+    os.close(whole)
+    assert os.listdir("/proc/self/fd") == before

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import mmap
+import os
 import pickle
 import struct
 import sys
@@ -194,10 +195,10 @@ class _Reader:
 
 def share(values: Mapping[str, Tensor]) -> int:
     """Write tensors into a nameless file. Return its descriptor."""
-    descriptor = nameless_file(0)
-    with open(descriptor, "wb", closefd=False) as file:
+    with open(nameless_file(0), "wb") as file:
         file.writelines(Codec().parts(values))
-    return descriptor
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def shared(descriptor: int) -> Mapping[str, Tensor]:
