@@ -72,7 +72,7 @@ class Evil:
 
 
 PLAIN = Codec()
-SMALL = Codec((dict[Label, tuple[Outer, ...]],))
+SMALL = Codec((Label, Outer))
 
 
 @pytest.mark.parametrize(
