@@ -19,7 +19,7 @@ from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
-from piper.run.checkpointing import with_states
+from piper.run.checkpointing import ended, with_states
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of
 from piper.run.run import Run, start_run
@@ -35,7 +35,7 @@ from piper.run.run_events import (
     first_intact,
     repeatable,
 )
-from piper.run.session import Session, ended
+from piper.run.session import Session
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
