@@ -244,25 +244,12 @@ def main(descriptors: Sequence[int]) -> int:
     with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path or sys.path
-
-        def build() -> WorkerServer:
-            return WorkerServer(given, shared(values).__getitem__, map_marks(marks))
-
-        serve(channel, given, build, termination)
-    return 0
-
-
-def serve(
-    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
-) -> None:
-    """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
-    try:
-        server = build()
-    except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-        channel.send(failure_of(given.device, error))
-        return
-    channel.send(None)
-    try:
+        try:
+            server = WorkerServer(given, shared(values).__getitem__, map_marks(marks))
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+            channel.send(failure_of(given.device, error))
+            return 0
+        channel.send(None)  # it is ready
         while True:
             call, argument = cast("tuple[str, object]", channel.recv())
             answer = server.answer(call, argument)
@@ -270,8 +257,7 @@ def serve(
                 channel.send(Leaving())
             channel.send(answer)
             server.between(call)
-    except ClosedError:
-        return
+    return 0
 
 
 def crowded(workers: int) -> bool:
