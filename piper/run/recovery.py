@@ -108,7 +108,8 @@ class Recovery(Sessions):
         if self.current is not None:
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
-        for address, took in self.starter.warmed():
+        while self.starter.warmed:
+            address, took = self.starter.warmed.popleft()
             who = f"agent on {address}"
             self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
         return result
@@ -206,7 +207,8 @@ class Recovery(Sessions):
             with self.phases.timed("start"):
                 session = self.open(options)
         finally:
-            for machine in self.starter.passed_over():
+            while self.starter.passed_over:
+                machine = self.starter.passed_over.popleft()
                 who = f"machine {machine.address}"
                 self.notify(Event(event="skipped", step=self.at, who=who, what=machine.why))
         self.phases.part("start", "warm", self.starter.waited)
