@@ -106,6 +106,7 @@ class Starter:
     """Starts the workers of a program again and again, from what stays when workers end. This starts none."""
 
     waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
+    places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
 
     def __init__(self, program: ProgramLike, versions: Versions | None = None) -> None:
         """Prepare for a program; `versions`: the memory for copies of its state. None: none are kept."""
@@ -130,7 +131,7 @@ class Starter:
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
-        self.program, self.versions = program, versions
+        self.program, self.versions, self.places = program, versions, places
         self.packed = None
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
