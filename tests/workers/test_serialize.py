@@ -17,6 +17,7 @@ from piper.checkpoint.load import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
 from piper.ir.devices import interned
+from piper.ir.ids import Pass, SlotId
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
 from piper.workers import rank_agent
@@ -72,7 +73,7 @@ class Evil:
 
 
 PLAIN = Codec()
-SMALL = Codec((Label, Outer))
+SMALL = Codec((dict[Label, tuple[Outer, ...]],))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,9 @@ def test_messages_of_a_run() -> None:
     assert CODEC.decode(CODEC.encode(failure)) == failure
     raised = RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
     assert rank_agent.CODEC.decode(rank_agent.CODEC.encode(raised)) == raised
+    trail = {(Pass(phase="F", chunk="PP=0"), SlotId("param", "PP=0")): torch.ones(2)}
+    for codec in (CODEC, rank_agent.CODEC):
+        assert repr(codec.decode(codec.encode(trail))) == repr(trail)
     refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
     assert isinstance(refused, Done) and refused.refused is not None
     assert (refused.refused.what, refused.refused.facts, refused.refused.hint) == ("what", {"a": "b"}, "hint")

@@ -62,8 +62,8 @@ class MessageError(ValueError):
 class Codec:
     """Encodes and decodes values of plain types, tensors, and a closed set of classes."""
 
-    def __init__(self, roots: Iterable[type] = ()) -> None:
-        """Know these classes and those that their fields name."""
+    def __init__(self, roots: Iterable[object] = ()) -> None:
+        """Know these classes, or those that type hints name, and the classes that their fields name."""
         known = {cls: _Class(cls, fields) for cls, fields in reachable(roots).items()}
         self.names: Mapping[type, str] = {cls: name_of(cls) for cls in known}
         self.known: Mapping[str, _Class] = {name_of(cls): one for cls, one in known.items()}
@@ -231,10 +231,10 @@ def fields_of(cls: type) -> tuple[str, ...] | None:
     return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
 
 
-def reachable(roots: Iterable[type]) -> dict[type, tuple[str, ...]]:
-    """Return these classes and every class of messages that their fields can hold, with their attributes."""
+def reachable(roots: Iterable[object]) -> dict[type, tuple[str, ...]]:
+    """Return the classes that these name and those that their fields can hold, with their attributes."""
     classes: dict[type, tuple[str, ...]] = {}
-    left = list(roots)
+    left = [named for root in roots for named in classes_in(root)]
     while left:
         cls = left.pop()
         if cls not in classes and (fields := fields_of(cls)) is not None:
