@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -249,15 +249,20 @@ def main(descriptors: Sequence[int]) -> int:
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
             channel.send(failure_of(given.device, error))
             return 0
-        channel.send(None)  # it is ready
-        while True:
-            call, argument = cast("tuple[str, object]", channel.recv())
-            answer = server.answer(call, argument)
-            if termination.news():
-                channel.send(Leaving())
-            channel.send(answer)
-            server.between(call)
+        serve(channel, server, termination)
     return 0
+
+
+def serve(channel: Channel, server: WorkerServer, termination: Termination) -> NoReturn:
+    """Report that a worker is ready, and answer calls until the driver is gone."""
+    channel.send(None)
+    while True:
+        call, argument = cast("tuple[str, object]", channel.recv())
+        answer = server.answer(call, argument)
+        if termination.news():
+            channel.send(Leaving())
+        channel.send(answer)
+        server.between(call)
 
 
 def crowded(workers: int) -> bool:
