@@ -63,7 +63,7 @@ class Codec:
     """Encodes and decodes values of plain types, tensors, and a closed set of classes."""
 
     def __init__(self, roots: Iterable[object] = ()) -> None:
-        """Know these classes, or those that type hints name, and the classes that their fields name."""
+        """Take these classes, or those that type hints name, and the classes that their fields name."""
         known = {cls: _Class(cls, fields) for cls, fields in reachable(roots).items()}
         self.names: Mapping[type, str] = {cls: name_of(cls) for cls in known}
         self.known: Mapping[str, _Class] = {name_of(cls): one for cls, one in known.items()}
