@@ -4,7 +4,6 @@ Workers write and read their parts.
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from piper.checkpoint.metadata import (
 from piper.checkpoint.save import Copied, copied, name_of, record_of
 from piper.checkpoint.storage import TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten
-from piper.errors import ConfigError
+from piper.errors import ConfigError, WorkerError
 from piper.job import Job
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
@@ -154,9 +153,10 @@ class Pending:
     done: dict[int, Done]
 
 
-class SavedWorkers(ABC):
-    """Workers whose state is saved and loaded."""
+class SavedWorkers:
+    """Workers that are asked until they end, and whose state is saved and loaded."""
 
+    open = True
     pending: Pending | None = None
     error: ConfigError | None = None  # of a save whose end was not waited for
 
@@ -166,17 +166,35 @@ class SavedWorkers(ABC):
         self.unread = group.unread  # the values that no device holds, which a load replaces
         self.retention = Retention()
 
-    @abstractmethod
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         """Call a method of workers, each with its argument, and return their answers."""
+        return self.guarded(lambda: self.group.ask(call, arguments))
+
+    def guarded(self, act: Callable[[], R]) -> R:
+        """Return what workers answer. With an error of theirs the session ends."""
+        if not self.open:
+            raise ended()
+        try:
+            return act()
+        except BaseException as error:
+            if not self.group.in_order:
+                self.pending = None  # what workers still answer is not the answer to the next call
+            if isinstance(error, WorkerError):
+                self.close()
+            raise
 
     def ask_all(self, call: Callable[[WorkerAnswers, A], R], argument: A) -> dict[int, R]:
         """Call a method of all workers with one argument, and return their answers."""
         return self.ask(call, dict.fromkeys(self.devices, argument))
 
-    @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
+        try:
+            if self.open:
+                self.settle()
+        finally:
+            self.open = False
+            self.group.close()
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
         """Copy the state and let it be written with `data`; what was saved before is on the disk first."""
@@ -267,6 +285,11 @@ class SavedWorkers(ABC):
         if isinstance(data, Mapping) and CALLBACKS in data:
             data, callbacks = data[DATA], data[CALLBACKS]
         return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
+
+
+def ended() -> WorkerError:
+    """Return the error of a run that is used after its end."""
+    return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
 def failed_one(done: Mapping[int, Done]) -> Done | None:

@@ -21,6 +21,8 @@ from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
+from piper.workers.inline import InlineStarter
+from piper.workers.local import LocalStarter
 from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.rank_environment import RANKS, RankEnvironment, check_size, check_started, rank_environment
 from piper.workers.rendezvous import check_key, find_address, next_launch
@@ -96,7 +98,7 @@ def launch(
 
 
 def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | None = None) -> Run:
-    """Start a program by the launcher of a name, without importing the others."""
+    """Start a program by the launcher of a name."""
     check_launcher(on)
     check_share(options.share)
     if options.graphs:
@@ -117,8 +119,6 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
     """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
-    from piper.workers.inline import InlineStarter
-
     starter = InlineStarter(program)
     starter.files = versions
     return start_run(Sessions(program, options, starter))
@@ -126,8 +126,6 @@ def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Fi
 
 def launch_local(program: ProgramLike, options: Options = DEFAULT, forks: ForkServer | None = None) -> Run:
     """Start a program on processes of this machine; `forks`: the fork server that several launches share."""
-    from piper.workers.local import LocalStarter
-
     return start_run(Sessions(program, options, LocalStarter(program, forks=forks)))
 
 
@@ -138,24 +136,16 @@ def ranks_of(on: str) -> RankEnvironment | None:
 
 def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares: int = 0) -> Starter:
     """Return what starts workers; `protects`: with memory for copies; `spares`: workers more than devices."""
-    if on == "inline" or (on == "local" and ranks_of(on) is None):
-        check_machine(program)
-    match on:
-        case "inline":
-            from piper.workers.inline import InlineStarter
+    if (world := ranks_of(on)) is not None:
+        return TorchrunStarter(program, world, protects, spares)
+    if on == "ray":
+        from piper.workers.ray import RayStarter
 
-            return InlineStarter(program, Versions(program.plans) if protects else None)
-        case "local" | "torchrun" if (world := ranks_of(on)) is not None:
-            return TorchrunStarter(program, world, protects, spares)
-        case "local":
-            from piper.workers.local import LocalStarter
-
-            return LocalStarter(program, Versions(program.plans) if protects else None)
-        case "ray":
-            from piper.workers.ray import RayStarter
-
-            return RayStarter(program, protects, spares)
-    raise AssertionError(f"{on} is checked")
+        return RayStarter(program, protects, spares)
+    assert on in ("inline", "local"), f"{on} is checked"
+    check_machine(program)
+    kind = InlineStarter if on == "inline" else LocalStarter
+    return kind(program, Versions(program.plans) if protects else None)
 
 
 def check_launcher(on: str, by: str = "launch") -> None:

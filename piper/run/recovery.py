@@ -19,7 +19,7 @@ from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
-from piper.run.checkpointing import with_states
+from piper.run.checkpointing import ended, with_states
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of
 from piper.run.run import Run, start_run
@@ -35,7 +35,7 @@ from piper.run.run_events import (
     first_intact,
     repeatable,
 )
-from piper.run.session import Session, ended
+from piper.run.session import Session
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -108,7 +108,8 @@ class Recovery(Sessions):
         if self.current is not None:
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
-        for address, took in self.starter.warmed():
+        while self.starter.warmed:
+            address, took = self.starter.warmed.popleft()
             who = f"agent on {address}"
             self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
         return result
@@ -206,7 +207,8 @@ class Recovery(Sessions):
             with self.phases.timed("start"):
                 session = self.open(options)
         finally:
-            for machine in self.starter.passed_over():
+            while self.starter.passed_over:
+                machine = self.starter.passed_over.popleft()
                 who = f"machine {machine.address}"
                 self.notify(Event(event="skipped", step=self.at, who=who, what=machine.why))
         self.phases.part("start", "warm", self.starter.waited)

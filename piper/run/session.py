@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
-from piper.errors import ScheduleError, WorkerError
+from piper.errors import ScheduleError
 from piper.ir.format import size
 from piper.job import limit_of
 from piper.plan.memory_timeline import timeline
@@ -82,28 +82,13 @@ class Session(SavedWorkers):
         self.preparations = 0  # how many programs workers have been given since they were started
         self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
-        self.open = True
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         if self.moves and call.__name__ in AT_HOME:
-            everyone = dict.fromkeys(self.devices)
-            self._guarded(lambda: self.group.ask(WorkerAnswers.come_home, everyone))
+            super().ask(WorkerAnswers.come_home, dict.fromkeys(self.devices))
         if call.__name__ in LOADS:
             self.elsewhere = {}
-        return self._guarded(lambda: self.group.ask(call, arguments))
-
-    def _guarded(self, act: Callable[[], R]) -> R:
-        """Return what workers answer. With an error of theirs the session ends."""
-        if not self.open:
-            raise ended()
-        try:
-            return act()
-        except BaseException as error:
-            if not self.group.in_order:
-                self.pending = None  # what workers still answer is not the answer to the next call
-            if isinstance(error, WorkerError):
-                self.close()
-            raise
+        return super().ask(call, arguments)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
@@ -182,7 +167,7 @@ class Session(SavedWorkers):
         buffers, setup = self._unheld(program), setup_of(program)
         self.preparations += 1
         number = self.preparations
-        self._guarded(lambda: self.group.prepare(number, setup, buffers, trains=trains))
+        self.guarded(lambda: self.group.prepare(number, setup, buffers, trains=trains))
         self.moves = self.moves or not program.plans.lie_in(self.plans)
         return Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
 
@@ -247,19 +232,6 @@ class Session(SavedWorkers):
         with self.group.sharing(step):
             self.ask_all(WorkerAnswers.restore, step)
         self.unread.update(unread)
-
-    def close(self) -> None:
-        try:
-            if self.open:
-                self.settle()
-        finally:
-            self.open = False
-            self.group.close()
-
-
-def ended() -> WorkerError:
-    """Return the error of a run that is used after its end."""
-    return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
 def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:

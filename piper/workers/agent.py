@@ -90,9 +90,8 @@ class MachineAgent(WorkerProcess):
     def hold(self, values: bytes) -> SharedFile:
         """Hold the initial values. Return where all workers of this machine find them."""
         self.release()
-        self.values = nameless_file(len(values))
-        if len(values):  # on Ray it is an array, whose bytes are not copied on the way
-            write_at(self.values, 0, values)
+        self.values = nameless_file(0)
+        write_at(self.values, 0, values)  # on Ray it is an array, whose bytes are not copied on the way
         return SharedFile.of(self.values)
 
     def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:

@@ -42,9 +42,7 @@ class AgentStarter(Starter):
         self.used: dict[int, int] = {}  # the bundle of each machine
         self.lock = RLock()
         self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
-        self.fresh: list[tuple[str, float]] = []  # those that have become warm and are not reported
         self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
-        self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
         self.watcher: threading.Thread | None = None  # looks for machines that join
         self.closed = threading.Event()
 
@@ -86,19 +84,8 @@ class AgentStarter(Starter):
                     answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
                     if len(answered) == len(self.warm[bundle]):  # else agents are lost
                         address = self.agents[bundle][0].address
-                        self.fresh.append((address, monotonic() - since))
+                        self.warmed.append((address, monotonic() - since))
             return bool(self.taken)
-
-    def warmed(self) -> list[tuple[str, float]]:
-        """Return the spares that have become warm since the last call, one for each machine."""
-        with self.lock:
-            fresh, self.fresh = self.fresh, []
-        return fresh
-
-    def passed_over(self) -> list[ShortMachine]:
-        """Return the machines that were passed over since the last call, because they are short of memory."""
-        skipped, self.skipped = self.skipped, []
-        return skipped
 
     @abstractmethod
     def _lacking(self) -> Exception:
@@ -201,7 +188,7 @@ class AgentStarter(Starter):
             there = [b for b in placed.values() if self.agents[b][0].node == node]
             new = [b for b in there if b not in self.used.values()] or there
             self.unfit[new[-1]] = machine  # one at a time: the others may fit without it
-            self.skipped.append(machine)
+            self.passed_over.append(machine)
         return bool(short)
 
     def _without(self, used: Iterable[Agent]) -> list[Agent]:

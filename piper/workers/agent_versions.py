@@ -7,7 +7,7 @@ an agent that cannot be reached are missing. Sections go from agent to agent whe
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,7 +143,7 @@ class AgentVersions(Versions):
     def share(self, step: int) -> None:
         """Bring the sections of a version to all machines, before workers read them."""
         self._look()
-        chosen, leads = self._chosen(step), self._leads().values()
+        chosen, leads = self._chosen(step), self._leads()
         images = {place: self._image(place) for place in chosen} if len(leads) > 1 else {}
         moved = [
             agent.actor.take.remote(place, images[place], HEAD.size)
@@ -156,15 +156,12 @@ class AgentVersions(Versions):
 
     def shrink(self) -> None:
         """Give back the memory of what was brought to other machines, once workers have read it."""
-        for agent in self._leads().values():
+        for agent in self._leads():
             agent.actor.shrink.remote([d for d in self.devices if self.agents[d].node != agent.node])
 
-    def _leads(self) -> dict[str, Agent]:
+    def _leads(self) -> Collection[Agent]:
         """Return the first agent of each machine, which holds what comes from others."""
-        leads: dict[str, Agent] = {}
-        for agent in self.agents.values():
-            leads.setdefault(agent.node, agent)
-        return leads
+        return {agent.node: agent for agent in reversed(self.agents.values())}.values()
 
     def _chosen(self, step: int) -> list[Place]:
         """Return where the sections of a complete version begin."""

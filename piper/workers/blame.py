@@ -93,18 +93,17 @@ class JobSnapshot:
     def at_work(self) -> bool:
         """Return whether a device that neither ended nor failed does more than wait."""
         failed = {failure.device for failure in self.failures}
-        return any(
-            self.instr(device, place).op not in COMMUNICATION
-            for device, seen in self.statuses.items()
-            if device not in failed and seen.ended is None
-            for place in seen.running
-        )
+        alive = {device for device, seen in self.statuses.items() if seen.ended is None}
+        return any(map(self.computing, alive - failed))
+
+    def computing(self, device: int) -> list[int]:
+        """Return the instructions that a device is at and that wait for no other device."""
+        running = sorted(self.statuses[device].running)
+        return [place for place in running if self.instr(device, place).op not in COMMUNICATION]
 
     def place(self, device: int) -> int | None:
         """Return the instruction that best describes a device: computing before waiting."""
-        running = sorted(self.statuses[device].running)
-        busy = [place for place in running if self.instr(device, place).op not in COMMUNICATION]
-        return next(iter([*busy, *running]), None)
+        return next(iter([*self.computing(device), *sorted(self.statuses[device].running)]), None)
 
 
 def blame(snapshot: JobSnapshot) -> WorkerError:
@@ -141,9 +140,8 @@ def late(snapshot: JobSnapshot) -> WorkerError:
 
 def slowest(snapshot: JobSnapshot) -> int:
     """Return a device that has not finished the step: one that computes, else one that waits."""
-    at_work = {d: place for d in snapshot.statuses if (place := snapshot.place(d)) is not None}
-    busy = [d for d, place in at_work.items() if snapshot.instr(d, place).op not in COMMUNICATION]
-    return next(iter([*busy, *at_work, *snapshot.statuses]))
+    at_work = [device for device, seen in snapshot.statuses.items() if seen.running]
+    return next(iter([*filter(snapshot.computing, at_work), *at_work, *snapshot.statuses]))
 
 
 def follow(snapshot: JobSnapshot, device: int) -> int:
@@ -160,7 +158,7 @@ def follow(snapshot: JobSnapshot, device: int) -> int:
 def awaited(snapshot: JobSnapshot, device: int) -> list[int]:
     """Return the devices that have not reached the communication in which `device` waits, if it does."""
     at = {d: [snapshot.instr(d, p) for p in seen.running] for d, seen in snapshot.statuses.items()}
-    if any(ins.op not in COMMUNICATION for ins in at[device]):
+    if snapshot.computing(device):
         return []
     return [
         other

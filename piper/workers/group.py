@@ -1,6 +1,7 @@
 """The workers of a program from their start to their end, how a driver asks them, and what starts them."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
@@ -105,11 +106,15 @@ class Starter:
     """Starts the workers of a program again and again, from what stays when workers end. This starts none."""
 
     waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
+    places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
 
     def __init__(self, program: ProgramLike, versions: Versions | None = None) -> None:
         """Prepare for a program; `versions`: the memory for copies of its state. None: none are kept."""
         self.program, self.versions = program, versions
         self.packed: bytes | None = None  # the setup as a message, once it is made
+        # What is not yet reported: spares that have imported torch, with their seconds, and spares unused.
+        self.warmed: deque[tuple[str, float]] = deque()
+        self.passed_over: deque[ShortMachine] = deque()
 
     @property
     def near(self) -> bool:
@@ -126,20 +131,12 @@ class Starter:
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
-        self.program, self.versions = program, versions
+        self.program, self.versions, self.places = program, versions, places
         self.packed = None
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
         """Let workers fail when nothing has moved for so many seconds. Threads have their own timeout."""
         group.stall = stall
-
-    def warmed(self) -> Sequence[tuple[str, float]]:
-        """Return the addresses of spares that have imported torch since the last call, with their seconds."""
-        return ()
-
-    def passed_over(self) -> Sequence[ShortMachine]:
-        """Return the spares that were not used since the last call, because they are short of memory."""
-        return ()
 
     def close(self) -> None:
         """End what outlives workers. Idempotent."""

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -65,7 +65,6 @@ class LocalStarter(Starter):
         """Prepare for a program; `forks`: a fork server that others use too. None: it has its own."""
         super().__init__(program, versions)
         self.lent, self.forks = forks is not None, forks
-        self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
 
     def start(self, options: Options) -> LocalWorkerGroup:
         """Start all workers, and the fork server too where it is lost."""
@@ -82,10 +81,6 @@ class LocalStarter(Starter):
             self.close()
             raise
         return group
-
-    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
-        super().use(program, versions, places)
-        self.places = places
 
     def close(self) -> None:
         """End the fork server, if no other uses it. Idempotent."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -244,34 +244,25 @@ def main(descriptors: Sequence[int]) -> int:
     with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path or sys.path
-
-        def build() -> WorkerServer:
-            return WorkerServer(given, shared(values).__getitem__, map_marks(marks))
-
-        serve(channel, given, build, termination)
+        try:
+            server = WorkerServer(given, shared(values).__getitem__, map_marks(marks))
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+            channel.send(failure_of(given.device, error))
+            return 0
+        serve(channel, server, termination)
     return 0
 
 
-def serve(
-    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
-) -> None:
-    """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
-    try:
-        server = build()
-    except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-        channel.send(failure_of(given.device, error))
-        return
+def serve(channel: Channel, server: WorkerServer, termination: Termination) -> NoReturn:
+    """Report that a worker is ready, and answer calls until the driver is gone."""
     channel.send(None)
-    try:
-        while True:
-            call, argument = cast("tuple[str, object]", channel.recv())
-            answer = server.answer(call, argument)
-            if termination.news():
-                channel.send(Leaving())
-            channel.send(answer)
-            server.between(call)
-    except ClosedError:
-        return
+    while True:
+        call, argument = cast("tuple[str, object]", channel.recv())
+        answer = server.answer(call, argument)
+        if termination.news():
+            channel.send(Leaving())
+        channel.send(answer)
+        server.between(call)
 
 
 def crowded(workers: int) -> bool:

@@ -14,14 +14,7 @@ from piper.runtime.setup import ProgramLike
 from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.processes import ClosedError
-from piper.workers.rank_agent import (
-    CODEC,
-    AgentLostError,
-    AgentPlace,
-    RankAgent,
-    RankZeroResult,
-    leave,
-)
+from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, RankZeroResult, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
     DriverAddress,
@@ -87,15 +80,11 @@ class RankCalls(AgentCalls):
 
     def __init__(self, world: RankEnvironment) -> None:
         self.world, self.key = world, b""
+        self.crowded = crowded(world.nearby)
 
     @property
     def own(self) -> str:
         return own_address(self.world)
-
-    @property
-    def crowded(self) -> bool:  # type: ignore[override]
-        """Return whether workers have to share accelerators."""
-        return crowded(self.world.nearby)
 
     def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  answers have no type in common
         return call.result(timeout)

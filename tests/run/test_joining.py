@@ -82,7 +82,7 @@ class Cluster(AgentStarter):
 
 
 def reported(cluster: Cluster) -> list[str]:
-    return [address for address, _ in cluster.warmed()]
+    return [cluster.warmed.popleft()[0] for _ in range(len(cluster.warmed))]
 
 
 def wait_until(holds: Callable[[], bool], lock: "threading.RLock") -> None:
@@ -106,7 +106,7 @@ def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
     assert reported(cluster) == []
     joined.importing.set_result(None)
     assert not cluster._notice()
-    ((address, seconds),) = cluster.warmed()
+    address, seconds = cluster.warmed.popleft()
     assert address == "10.0.0.2" and seconds > 0
     assert not cluster._notice() and reported(cluster) == []
 

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import cleandoc
@@ -66,10 +67,8 @@ class Script:
     stalls: list[float] = field(default_factory=list)
     near: bool = True
     waited: float = 0.0  # until agents are warm, at each start
-    warm: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # agents that become warm before the next step ends
-    short: list[ShortMachine] = field(default_factory=list)  # spares that the next start passes over
+    warmed: deque[tuple[str, float]] = field(default_factory=deque)  # agents that become warm meanwhile
+    passed_over: deque[ShortMachine] = field(default_factory=deque)  # spares that a start did not use
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
     def do(self, what: str) -> None:
@@ -89,14 +88,6 @@ class Script:
 
     def expect(self, group: object, stall: float) -> None:
         self.stalls.append(stall)
-
-    def warmed(self) -> list[tuple[str, float]]:
-        found, self.warm = self.warm, []
-        return found
-
-    def passed_over(self) -> list[ShortMachine]:
-        found, self.short = self.short, []
-        return found
 
     def close(self) -> None:
         self.log.append("closed")
@@ -227,7 +218,7 @@ def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events
     """The first between two steps, as an event of its own; the second as a phase of the recovery."""
     script = Script(fails={"step 3": [lost()]}, waited=5.0)
     run, events = scripted(script)
-    script.warm.append(("10.0.0.3", 12.3456))
+    script.warmed.append(("10.0.0.3", 12.3456))
     train(run, 1, 1)
     assert events == [Event(event="warm", step=1, who="agent on 10.0.0.3", seconds=12.346)]
     assert described(events[0]) == "Step 1: the agent on 10.0.0.3 is warm after 12.3 s, as a spare"
@@ -245,7 +236,7 @@ def test_a_spare_that_is_passed_over_is_in_the_events() -> None:
     script = Script(fails={"step 2": [lost()]})
     run, events = scripted(script)
     train(run, 1, 1)
-    script.short = [ShortMachine(address="10.0.0.3", needs=3 * 2**20, has=2**20)]
+    script.passed_over.append(ShortMachine(address="10.0.0.3", needs=3 * 2**20, has=2**20))
     script.fails["start blank"] = [LaunchError("too few", by="launch", hint="none")]
     assert train(run, 2, 2) == [2.0]
     assert [event.event for event in events] == ["failure", "skipped", "failure", "recovery"]

@@ -14,8 +14,8 @@ from typing import cast
 
 import pytest
 
-from piper.workers.messages import CODEC, Assignment, Leaving
-from piper.workers.processes import Termination
+from piper.workers.messages import CODEC, Leaving
+from piper.workers.processes import ClosedError, Termination
 from piper.workers.serve import WorkerServer, serve
 from piper.workers.transport.channel import Channel
 from tests.workers.family import Family, command_of, family
@@ -53,10 +53,12 @@ def test_a_worker_passes_on_once_that_it_is_to_end() -> None:
     here, there = socket.socketpair()
     termination = Termination()
     driver, worker = Channel(here, 10.0, codec=CODEC), Channel(there, codec=CODEC)
-    given = cast(Assignment, None)
-    served = threading.Thread(
-        target=serve, args=(worker, given, lambda: cast(WorkerServer, Answers()), termination), daemon=True
-    )
+
+    def until_the_driver_is_gone() -> None:
+        with suppress(ClosedError):
+            serve(worker, cast(WorkerServer, Answers()), termination)
+
+    served = threading.Thread(target=until_the_driver_is_gone, daemon=True)
     served.start()
     assert driver.recv() is None
     driver.send(("poll", 1.0))

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pickle
 import random
+import resource
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,6 +17,7 @@ from piper.checkpoint.load import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
 from piper.ir.devices import interned
+from piper.ir.ids import Pass, SlotId
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
 from piper.workers import rank_agent
@@ -27,7 +30,7 @@ from piper.workers.messages import (
     unpack_setup,
 )
 from piper.workers.rank_agent import RankZeroResult
-from piper.workers.transport.serialize import HEADER, Codec, MessageError
+from piper.workers.transport.serialize import HEADER, Codec, MessageError, share, shared
 from tests.runtime.grid import Cell, job
 
 
@@ -155,6 +158,9 @@ def test_messages_of_a_run() -> None:
     assert CODEC.decode(CODEC.encode(failure)) == failure
     raised = RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
     assert rank_agent.CODEC.decode(rank_agent.CODEC.encode(raised)) == raised
+    trail = {(Pass(phase="F", chunk="PP=0"), SlotId("param", "PP=0")): torch.ones(2)}
+    for codec in (CODEC, rank_agent.CODEC):
+        assert repr(codec.decode(codec.encode(trail))) == repr(trail)
     refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
     assert isinstance(refused, Done) and refused.refused is not None
     assert (refused.refused.what, refused.refused.facts, refused.refused.hint) == ("what", {"a": "b"}, "hint")
@@ -237,3 +243,17 @@ def test_damaged_messages_build_data_or_nothing() -> None:
 def test_sets_of_devices_arrive_as_tuples() -> None:
     arrived = CODEC.decode(CODEC.encode({"devices": interned((0, 2, 4))}))
     assert arrived == {"devices": (0, 2, 4)}
+
+
+def test_values_that_do_not_fit_leave_no_file_open() -> None:
+    before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            share({"weight": torch.ones(2**16)})
+        whole = share({"weight": torch.ones(5)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert shared(whole)["weight"].tolist() == [1.0] * 5
+    os.close(whole)
+    assert os.listdir("/proc/self/fd") == before

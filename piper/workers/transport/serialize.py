@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import mmap
+import os
 import pickle
 import struct
 import sys
@@ -19,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,20 +59,14 @@ class MessageError(ValueError):
     """Bytes that are not a message of this codec."""
 
 
-@dataclass(frozen=True, slots=True)
 class Codec:
-    """Encode and decode values of plain types, tensors, and a closed set of classes."""
+    """Encodes and decodes values of plain types, tensors, and a closed set of classes."""
 
-    roots: tuple[
-        object, ...
-    ] = ()  # and the classes that their fields name; also type hints that name classes
-    known: Mapping[str, "_Class"] = field(init=False)
-    names: Mapping[type, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        known = reachable(named for root in self.roots for named in classes_in(root))
-        object.__setattr__(self, "names", {cls: name_of(cls) for cls in known})
-        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in known})
+    def __init__(self, roots: Iterable[object] = ()) -> None:
+        """Take these classes, or those that type hints name, and the classes that their fields name."""
+        known = {cls: _Class(cls, fields) for cls, fields in reachable(roots).items()}
+        self.names: Mapping[type, str] = {cls: name_of(cls) for cls in known}
+        self.known: Mapping[str, _Class] = {name_of(cls): one for cls, one in known.items()}
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
@@ -137,8 +132,8 @@ class Codec:
         if end > len(view):
             raise MessageError("a message is cut short")
         try:
-            tree = json.loads(bytes(view[HEADER.size : end]))
-            return _Reader(self.known, view, end).value(tree)
+            reader = _Reader(self.known, view, end)
+            return json.loads(bytes(view[HEADER.size : end]), object_hook=reader.value)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
@@ -152,21 +147,18 @@ class _Blobs(list[Buffer]):
 
 
 class _Reader:
-    """Builds the value of one message, in the order in which its bytes were written."""
+    """Builds the values of one message, in the order in which their bytes were written."""
 
     def __init__(self, known: Mapping[str, "_Class"], view: memoryview, at: int) -> None:
         self.known, self.view, self.at = known, view, at
         self.slots: list[SlotId] = []
 
-    def value(self, tree: object) -> object:
-        if tree is None or type(tree) in PLAIN:
-            return tree
-        if isinstance(tree, list):
-            return [self.value(item) for item in tree]
-        ((tag, inner),) = cast("dict[str, Any]", tree).items()
+    def value(self, tree: dict[str, Any]) -> object:
+        """Return what a JSON object stands for. Those inside it are built already."""
+        ((tag, inner),) = tree.items()
         match tag:
             case "d":
-                return {self.value(key): self.value(item) for key, item in inner}
+                return dict(inner)
             case "T":
                 length, dtype, shape, grad = inner
                 return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
@@ -175,14 +167,14 @@ class _Reader:
             case "y":
                 return DTYPES[inner]
             case "I":
-                self.slots.append(SlotId(*[self.value(item) for item in inner]))  # type: ignore[arg-type]
+                self.slots.append(SlotId(*inner))
                 return self.slots[-1]
             case "i":
                 return self.slots[inner]
             case "c":
                 name, items = inner
-                return self.known[name].build([self.value(item) for item in items])
-        return CONTAINERS[tag](self.value(item) for item in inner)
+                return self.known[name].build(items)
+        return CONTAINERS[tag](inner)
 
     def _blob(self, length: int) -> memoryview:
         start = self.at + -self.at % ALIGNMENT
@@ -194,10 +186,10 @@ class _Reader:
 
 def share(values: Mapping[str, Tensor]) -> int:
     """Write tensors into a nameless file. Return its descriptor."""
-    descriptor = nameless_file(0)
-    with open(descriptor, "wb", closefd=False) as file:
+    with open(nameless_file(0), "wb") as file:
         file.writelines(Codec().parts(values))
-    return descriptor
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def shared(descriptor: int) -> Mapping[str, Tensor]:
@@ -239,17 +231,17 @@ def fields_of(cls: type) -> tuple[str, ...] | None:
     return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
 
 
-def reachable(roots: Iterable[type]) -> list[type]:
-    """Return these classes and every class of messages that their fields can hold."""
-    classes: dict[type, None] = {}
-    left = list(roots)
+def reachable(roots: Iterable[object]) -> dict[type, tuple[str, ...]]:
+    """Return the classes that these name and those that their fields can hold, with their attributes."""
+    classes: dict[type, tuple[str, ...]] = {}
+    left = [named for root in roots for named in classes_in(root)]
     while left:
         cls = left.pop()
-        if cls not in classes and fields_of(cls) is not None:
-            classes[cls] = None
+        if cls not in classes and (fields := fields_of(cls)) is not None:
+            classes[cls] = fields
             if not issubclass(cls, BaseException):
                 left += [named for hint in typing.get_type_hints(cls).values() for named in classes_in(hint)]
-    return list(classes)
+    return classes
 
 
 def classes_in(hint: object) -> list[type]:

@@ -33,7 +33,7 @@ class VersionLayout:
     """What lies where in a section."""
 
     placed: tuple[StoredRange, ...]
-    offsets: tuple[int, ...]  # of each placed part, in bytes
+    offsets: tuple[int, ...]  # of each placed part, in bytes from the first one
     moments: dict[str, Shapes]  # the optimizer's tensors
 
 
@@ -62,7 +62,10 @@ class SectionWriter:
         text = text or CODEC.encode(replace(copied, parts=[], moments={}))
         if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
             self.targets.clear()
-            self.parts, (layout, nbytes) = copied.parts, layout_of(copied, f"device-{self.device:05}")
+            self.parts = copied.parts
+            *offsets, nbytes = accumulate((rounded(own.tensor.nbytes) for own in self.parts), initial=0)
+            placed = tuple(part.stored(f"device-{self.device:05}") for part in self.parts)
+            layout = VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
             self.offsets, self.layout = layout.offsets, CODEC.encode(layout)
             self.begin = rounded(HEAD.size + len(text) + ROOM + len(self.layout))
             self.end = self.begin + nbytes
@@ -119,13 +122,6 @@ class SectionWriter:
             if pinned:
                 pin(torch.frombuffer(memory, dtype=torch.uint8))
         return memory
-
-
-def layout_of(copied: Copied, file: str) -> tuple[VersionLayout, int]:
-    """Return what lies where in a version, and its size. Offsets count from the first tensor."""
-    *offsets, end = accumulate((rounded(part.tensor.nbytes) for part in copied.parts), initial=0)
-    placed = tuple(part.stored(file) for part in copied.parts)
-    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments), end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

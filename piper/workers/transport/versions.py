@@ -42,7 +42,6 @@ from piper.ir.ids import param_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
-from piper.runtime.bucket_state import BucketState
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -119,7 +118,7 @@ class WorkerVersions:
                 self.refused = True
 
     def _copy(self, writer: SectionWriter, ins: Instr) -> None:
-        step = self.worker.env.step
+        step, holdings = self.worker.env.step, self.worker.holder.holdings
         if self.said is None or self.said[0] != step:
             trainer = trainer_of(self.worker.env.state)
             text = CODEC.encode(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
@@ -129,20 +128,17 @@ class WorkerVersions:
             writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
             return
         if known is None or len(kept) != len(known.kept) or not all(map(is_, kept, known.kept)):
-            states = {name: self._state(name) for name in params_in(ins)}
+            states = {name: holdings[name] for name in params_in(ins)}
             joined = {name: state.trained for name, state in states.items() if state.bucket.splits}
             known = LastCopy(kept, self._copied(ins, Tensor.detach, joined), joined)
             self.known[writer.number] = known
         else:
             for name, flat in known.joined.items():
                 flat.untyped_storage().resize_(flat.nbytes)
-                flat.copy_(self._state(name).trained)
+                flat.copy_(holdings[name].trained)
         writer.write(replace(known.copied, step=step), self.said[2])
         for flat in known.joined.values():
             flat.untyped_storage().resize_(0)
-
-    def _state(self, bucket: str) -> BucketState:
-        return self.worker.holder.holdings[bucket]
 
     def _copied(
         self, ins: Instr, take: Callable[[Tensor], Tensor], joined: Mapping[str, Tensor] = NO_TENSORS
