@@ -8,11 +8,13 @@ Without balance the i-th of n devices holds the i-th slice of the sequence. With
 half, or seen whole by the second half of the queries: the same work on every device, in every step of a ring.
 
 [Note: ring attention] In step s a device attends to the block that began s devices before it. `ring_attend`
-computes the step and merges it with the steps before by log-sum-exp; no gradient goes through it
-(one does where a device attends to all keys at once, by `all_keys`). The gradient of a block needs the output
-and the log-sum-exp of *all* steps, but no other step's values. So after the last step there is one `ring_pass` for each block: forward it hands the output on, backward it computes
+computes the step and merges it with the steps before by log-sum-exp; no gradient goes through it. The
+gradient of a block needs the output and the log-sum-exp of *all* steps, but no other step's values. So after
+the last step there is one `ring_pass` for each block: forward it hands the output on, backward it computes
 the gradients of its block. The output's gradient goes through the blocks from the last to the first, and each
 block's gradient of keys and values can travel back while that of the block before is computed.
+
+A device that holds all keys attends by `ring_attend` too, in one step that has a gradient.
 """
 
 from collections.abc import Sequence
@@ -208,7 +210,7 @@ def ring_attend(
     scale: float,
     turn: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all keys, or to the block of a step, merged with the steps before; see [Note: ring attention].
+    """Attend to all keys, or to the block of a step, merged with those before; see [Note: ring attention].
 
     before: output and log-sum-exp so far; none in the first step, whose blocks have all queries. mask: a
     device's own rows, all columns. The output is as wide as sums are until the last step.

@@ -8,11 +8,12 @@ Each step and each pass is a chunk of its own, so that the shifts between them a
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, fx
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_aggregate, map_arg
 
 from piper.capture.shard import flex_attention
 from piper.capture.shard.attention_operators import SEQUENCE, Turn, all_keys
@@ -113,9 +114,8 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
     """Attend from a device's own queries to the keys and values of all devices."""
     query, key, value = operands
     own = d.to(query, have, varies=True)
-    lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
-    flex = node.target is FLEX
-    prefix = not flex and is_causal(node) and have.blocks == 1 and lengths[0] == lengths[1] and not draws(node)
+    lengths, flex = [d.shape(x)[SEQUENCE] for x in (query, key)], node.target is FLEX
+    prefix = not flex and is_causal(node) and have.blocks == 1 and len({*lengths}) == 1 and not draws(node)
     masked = not flex and not prefix and bool(argument(node, "is_causal"))
     rows = d.take(causal_mask(d, *lengths), have.at(0)) if masked else None
     if flex or prefix:
@@ -288,16 +288,11 @@ def _is_causal_mask(mask: fx.Node) -> bool:
     if not all(isinstance(node.target, torch._ops.OpOverload) for node in needed):
         return False
 
-    def on_host(given: Argument) -> object:
-        """Return an argument as it is on the host."""
-        if isinstance(given, fx.Node):
-            return values[given]
-        return torch.device("cpu") if isinstance(given, torch.device) else given
-
-    values: dict[fx.Node, object] = {}
+    host, values = torch.device("cpu"), dict[fx.Node, Any]()
     for node in mask.graph.nodes:
         if node in needed:
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_host)  # type: ignore[arg-type]
+            given = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate(given, lambda x: host if isinstance(x, torch.device) else x)
             values[node] = node.target(*args, **kwargs)
     value = values[mask]
     causal = torch.ones(example.shape[-2:], dtype=torch.bool).tril()

@@ -52,7 +52,7 @@ def logsumexp(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
 
 def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return x less its maximum over a sharded dimension, the sum of exponentials of that, the maximum."""
-    key = (x, dim, varies, d.region_of(d.node))
+    key = (x, dim, varies, d.region_of(d.node))  # readers in one region share the three
     if key not in d.exponentials:
         local = d.local[x]
         fixed = d.emit(aten.detach.default, (local,))
