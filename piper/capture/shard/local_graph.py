@@ -175,15 +175,6 @@ class LocalGraph:
         self.modes[local], self.tags[local] = Mode(), ()
         return local
 
-    @contextmanager
-    def within(self, node: fx.Node) -> Iterator[None]:
-        """Write in the region of another node."""
-        before, self.node = self.node, node
-        try:
-            yield
-        finally:
-            self.node = before
-
     def is_whole(self, node: fx.Node) -> bool:
         layout = self.layouts[node]
         return all(each == REPLICATE for each in (layout if isinstance(layout, list) else [layout]))
