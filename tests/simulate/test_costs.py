@@ -395,8 +395,8 @@ def test_attention_of_a_divided_sequence_counts_the_pairs_of_one_device() -> Non
     """Of eight tokens over two devices, one has the first and last two: 1 + 2 + 7 + 8 of 36 pairs."""
     from torch.utils.flop_counter import flop_registry
 
-    import piper.capture.shard.attention_operators  # noqa: F401  registers the operator
+    from piper.capture.shard.attention_operators import all_keys
 
-    prefix = flop_registry[torch.ops.piper.attend_prefix]
-    own, all_keys = torch.Size((1, 1, 4, 8)), torch.Size((1, 1, 8, 8))
-    assert prefix(own, all_keys, all_keys, torch.Size(()), 1.0, 2, True, out_val=None) == 2 * 18 * (8 + 8)
+    count = flop_registry[torch.ops.piper.ring_attend]
+    own, keys, turn = torch.Size((1, 1, 4, 8)), torch.Size((1, 1, 8, 8)), all_keys(2, True).numbers
+    assert count(own, keys, keys, None, [], torch.Size(()), 1.0, turn, out_val=None) == 2 * 18 * (8 + 8)

@@ -33,35 +33,47 @@ CAPABLE = (8, 9)  # the first compute capability with fp8
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply rows by a weight [out, in] in fp8, and add a bias."""
-    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, None)  # type: ignore[no-untyped-call]
     y = rows.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
+def fp8_grouped(rows: Tensor, weight: Tensor, counts: Tensor, transpose: bool = False) -> Tensor:
+    """Multiply each expert's rows by that expert's weight in fp8. transpose: it is [experts, out, in]."""
+    stored = weight if transpose else weight.transpose(1, 2)
+    return _Product.apply(rows, stored, counts)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class _Product(torch.autograd.Function):
-    """The forward and both backward products of a linear layer."""
+    """The products of a linear layer, or with `counts` those of experts with weights [experts, out, in]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:  # noqa: ANN401
         peaks, weight_peaks = peaks_of(x), peaks_of(weight)
-        ctx.save_for_backward(x, weight, peaks, weight_peaks)
+        ctx.save_for_backward(x, weight, counts, peaks, weight_peaks)
         scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
         narrow = rounded(weight, weight_peaks, E4M3)
-        return product(rounded(x, peaks, E4M3), narrow, scales, rows, x.dtype)
+        return product(rounded(x, peaks, E4M3), narrow, scales, rows, x.dtype, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
-        x, weight, peaks, weight_peaks = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
+        x, weight, counts, peaks, weight_peaks = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             rows = scale_of(weight_peaks, E4M3)
-            folded = grad.to(rows.dtype) * rows.t()
+            if counts is None:
+                each = rows.t()
+            else:
+                each = rows.squeeze(2)[torch.repeat_interleave(counts, output_size=grad.shape[0])]
+            folded = grad.to(rows.dtype) * each
             folded_peaks = peaks_of(folded)
             scales = scale_of(folded_peaks, E4M3)
-            ones = scales.new_ones((x.shape[1], 1))
-            narrow = rounded(weight, weight_peaks, E4M3).t()
-            of_x = product(rounded(folded, folded_peaks, E4M3), narrow, scales, ones, x.dtype)
-        if ctx.needs_input_grad[1]:
+            ones = rows.new_ones((*weight.shape[:-2], weight.shape[-1], 1))
+            narrow = rounded(weight, weight_peaks, E4M3).transpose(-2, -1)
+            of_x = product(rounded(folded, folded_peaks, E4M3), narrow, scales, ones, x.dtype, counts)
+        if ctx.needs_input_grad[1] and counts is not None:
+            of_weight = torch.ops.piper.grouped_mm_weight(grad.contiguous(), x, counts, weight.shape[0])
+        elif ctx.needs_input_grad[1]:
             peak, other = peaks_of(grad).amax(), peaks.amax()
             of_weight = product(
                 rounded(grad, peak, E5M2).t(),
@@ -70,43 +82,6 @@ class _Product(torch.autograd.Function):
                 scale_of(other, E4M3),
                 x.dtype,
             )
-        return of_x, of_weight
-
-
-def fp8_grouped(rows: Tensor, weight: Tensor, counts: Tensor, transpose: bool = False) -> Tensor:
-    """Multiply each expert's rows by that expert's weight in fp8. transpose: it is [experts, out, in]."""
-    stored = weight if transpose else weight.transpose(1, 2)
-    return _GroupedProduct.apply(rows, stored, counts)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """The forward and both backward products of experts with weights [experts, out, in]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:  # noqa: ANN401
-        peaks, weight_peaks = peaks_of(x), peaks_of(weight)
-        ctx.save_for_backward(x, weight, counts, weight_peaks)
-        scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
-        narrow = rounded(weight, weight_peaks, E4M3)
-        result: Tensor = fp8_grouped_mm(rounded(x, peaks, E4M3), narrow, scales, rows, counts, x.dtype)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
-        x, weight, counts, weight_peaks = ctx.saved_tensors
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            rows = scale_of(weight_peaks, E4M3)
-            expert_of_row = torch.repeat_interleave(counts, output_size=grad.shape[0])
-            folded = grad.to(rows.dtype) * rows.squeeze(2)[expert_of_row]
-            peaks = peaks_of(folded)
-            narrow = rounded(weight, weight_peaks, E4M3).transpose(1, 2)
-            ones = rows.new_ones((weight.shape[0], weight.shape[2], 1))
-            of_x = fp8_grouped_mm(
-                rounded(folded, peaks, E4M3), narrow, scale_of(peaks, E4M3), ones, counts, x.dtype
-            )
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.ops.piper.grouped_mm_weight(grad.contiguous(), x, counts, weight.shape[0])
         return of_x, of_weight, None
 
 
@@ -137,8 +112,20 @@ def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
     return (values.to(inverse.dtype) * inverse).float().to(kind)
 
 
-def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by rows, [m, k] and [n, k] to [m, n]. Scales are one number each, or one for each row."""
+def product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows by rows, [m, k] and [n, k] to [m, n]. Scales are one number each, or one for each row.
+
+    counts: of the rows of each expert, whose matrix `b` holds.
+    """
+    if counts is not None:
+        return fp8_grouped_mm(a, b, scale_a, scale_b, counts, dtype)  # type: ignore[no-any-return]
     a, b = a.contiguous(), b.contiguous()
     by_row = scale_b.dim() > 0
     across = scale_b.t() if by_row else scale_b

@@ -145,16 +145,15 @@ def _copy_of(recording: Recording, *, exact: bool) -> tuple[fx.GraphModule, dict
     without_vmap(source, recording.root, {copies[n]: bundle for n, bundle in recording.bundles.items()})
     for node in source.nodes:
         if exact and node.op in ("call_function", "call_method"):
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _widened)
+            given = (node.args, node.kwargs)
+            node.args, node.kwargs = map_aggregate(
+                given, lambda x: torch.float64 if x is torch.float32 else x
+            )
             node.target = {"float": "double", Tensor.float: Tensor.double}.get(node.target, node.target)
         if getattr(node.target, "__name__", "") == "_get_data_attr":  # x.data: to a trace it is a constant
             node.target = Tensor.detach
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     return fx.GraphModule(recording.root, source), modes
-
-
-def _widened(given: Argument) -> Argument:
-    return torch.float64 if given is torch.float32 else given
 
 
 def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: FakeTensorMode) -> fx.GraphModule:

@@ -13,6 +13,8 @@ gradient of a block needs the output and the log-sum-exp of *all* steps, but no 
 the last step there is one `ring_pass` for each block: forward it hands the output on, backward it computes
 the gradients of its block. The output's gradient goes through the blocks from the last to the first, and each
 block's gradient of keys and values can travel back while that of the block before is computed.
+
+A device that holds all keys attends by `ring_attend` too, in one step that has a gradient.
 """
 
 from collections.abc import Sequence
@@ -58,6 +60,11 @@ class Turn(NamedTuple):
     def numbers(self) -> list[int]:
         """Return the step as operators take it, and give it back: `Turn(*numbers)`."""
         return [int(number) for number in self]
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether a device has attended to everything then."""
+        return self.step in (ALL_KEYS, self.ways - 1)
 
     def blocks(self, place: int, rows: int, keys: int) -> list[AttentionBlock]:
         """Return what a device's queries see of the keys that it holds. All keys are under a causal mask."""
@@ -192,39 +199,6 @@ def merge(out: Tensor, total: Tensor, new: Tensor, sums: Tensor) -> None:
     total.copy_(merged)
 
 
-@torch.library.custom_op("piper::attend_prefix", mutates_args=())
-def attend_prefix(
-    query: Tensor, key: Tensor, value: Tensor, place: Tensor, scale: float, ways: int, zigzag: bool
-) -> tuple[Tensor, Tensor]:
-    """Attend causally from a device's own queries to all keys, which are in the order of the sequence."""
-    parts = [
-        attend(rows_of(query, b.queries), rows_of(key, b.keys), rows_of(value, b.keys), None, scale, b.causal)
-        for b in all_keys(ways, zigzag).blocks(int(place), query.shape[SEQUENCE], key.shape[SEQUENCE])
-    ]
-    outs, totals = zip(*parts, strict=True)
-    return torch.cat(outs, SEQUENCE).contiguous(), torch.cat(totals, SEQUENCE).contiguous()
-
-
-@attend_prefix.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out = query.new_empty([*query.shape[:3], value.shape[3]])
-    return out, query.new_empty(query.shape[:3], dtype=width(query))
-
-
-def _prefix_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
-    query, key, value, place, ctx.scale, ways, zigzag = inputs
-    ctx.turn = all_keys(ways, zigzag).numbers
-    ctx.save_for_backward(query, key, value, None, *output, place)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _prefix_backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-    return (*ring_grad(grad, *ctx.saved_tensors, ctx.scale, ctx.turn), None, None, None, None)
-
-
-attend_prefix.register_autograd(_prefix_backward, setup_context=_prefix_context)
-
-
 @torch.library.custom_op("piper::ring_attend", mutates_args=())
 def ring_attend(
     query: Tensor,
@@ -236,31 +210,45 @@ def ring_attend(
     scale: float,
     turn: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the block of a step, merged with the steps before; see [Note: ring attention].
+    """Attend to all keys, or to the block of a step, merged with those before; see [Note: ring attention].
 
-    before: output and log-sum-exp so far; none in the first step. mask: a device's own rows, all columns.
-    The output is as wide as sums are until the last step.
+    before: output and log-sum-exp so far; none in the first step, whose blocks have all queries. mask: a
+    device's own rows, all columns. The output is as wide as sums are until the last step.
     """
-    here, how, wide = int(place), Turn(*turn), width(query)
+    here, how = int(place), Turn(*turn)
+    columns, blocks = how.columns(mask, here), how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
+    parts = []
+    for block in blocks:
+        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
+        parts.append(attend(rows_of(query, block.queries), keys, values, columns, scale, block.causal))
     if before:
         out, total = before[0].clone(), before[1].clone()
+        for block, (new, sums) in zip(blocks, parts, strict=True):
+            merge(rows_of(out, block.queries), rows_of(total, block.queries), new, sums)
     else:
-        out = query.new_zeros([*query.shape[:3], value.shape[3]], dtype=wide)
-        total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    columns = how.columns(mask, here)
-    for block in how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE]):
-        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
-        new, sums = attend(rows_of(query, block.queries), keys, values, columns, scale, block.causal)
-        merge(rows_of(out, block.queries), rows_of(total, block.queries), new, sums)
-    return out.to(query.dtype) if how.step == how.ways - 1 else out, total
+        out, total = (torch.cat(each, SEQUENCE).contiguous() for each in zip(*parts, strict=True))
+    return out.to(query.dtype if how.is_last else width(query)), total
 
 
 @ring_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    how = Turn(*rest[-1])
-    dtype = query.dtype if how.step == how.ways - 1 else width(query)
+    dtype = query.dtype if Turn(*rest[-1]).is_last else width(query)
     out = query.new_empty([*query.shape[:3], value.shape[3]], dtype=dtype)
     return out, query.new_empty(query.shape[:3], dtype=width(query))
+
+
+def _attend_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
+    *tensors, _, place, ctx.scale, ctx.turn = inputs
+    ctx.save_for_backward(*tensors, *output, place)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _attend_backward(ctx: Any, grad: Tensor, _: object) -> tuple[Any, ...]:  # noqa: ANN401
+    assert Turn(*ctx.turn).step == ALL_KEYS, "the gradient of a step is that of its pass"
+    return (*ring_grad(grad, *ctx.saved_tensors, ctx.scale, ctx.turn), None, [], None, None, None)
+
+
+ring_attend.register_autograd(_attend_backward, setup_context=_attend_context)
 
 
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out, Tensor total"
@@ -330,11 +318,6 @@ def _flops(
     of_devices = (turn.blocks(place, query[SEQUENCE], key[SEQUENCE]) for place in range(turn.ways))
     each = 2 * query[0] * query[1] * max(sum(block.pairs for block in blocks) for blocks in of_devices)
     return each * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3])
-
-
-@register_flop_formula(torch.ops.piper.attend_prefix)
-def _(query: Any, key: Any, value: Any, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _flops(query, key, value, all_keys(*rest[-2:]), backward=False)
 
 
 @register_flop_formula(torch.ops.piper.ring_attend)

@@ -8,14 +8,15 @@ Each step and each pass is a chunk of its own, so that the shifts between them a
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, fx
-from torch.fx.node import Argument
+from torch.fx.node import Argument, map_aggregate, map_arg
 
 from piper.capture.shard import flex_attention
-from piper.capture.shard.attention_operators import SEQUENCE, Turn
+from piper.capture.shard.attention_operators import SEQUENCE, Turn, all_keys
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
@@ -113,21 +114,18 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
     """Attend from a device's own queries to the keys and values of all devices."""
     query, key, value = operands
     own = d.to(query, have, varies=True)
-    lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
-    if node.target is FLEX:
-        whole = [d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value)]
-        d.done(node, flex_attention.attend(d, node, [own, *whole], have), have)
+    lengths, flex = [d.shape(x)[SEQUENCE] for x in (query, key)], node.target is FLEX
+    prefix = not flex and is_causal(node) and have.blocks == 1 and len({*lengths}) == 1 and not draws(node)
+    masked = not flex and not prefix and bool(argument(node, "is_causal"))
+    rows = d.take(causal_mask(d, *lengths), have.at(0)) if masked else None
+    if flex or prefix:
+        key, value = unrepeated(d, key), unrepeated(d, value)
+    keys, values = (d.to(x, REPLICATE, varies=True) for x in (key, value))
+    if not prefix:
+        d.done(node, _attend(d, node, [own, keys, values], have, rows), have)
         return
-    if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
-        rows = None
-        if argument(node, "is_causal"):
-            rows = d.take(causal_mask(d, *lengths), have.at(0))
-        local = [own, d.to(key, REPLICATE, varies=True), d.to(value, REPLICATE, varies=True)]
-        d.done(node, _attend(d, node, local, have, rows), have)
-        return
-    keys, values = (d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value))
-    how = (d.place(on_host=True), scale_of(d, node), d.degree, have.zigzag)
-    both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
+    how = (d.place(on_host=True), scale_of(d, node), all_keys(d.degree, have.zigzag).numbers)
+    both = d.emit(torch.ops.piper.ring_attend.default, (own, keys, values, None, [], *how))
     d.done(node, d.emit(operator.getitem, (both, 0)), have)
 
 
@@ -290,16 +288,11 @@ def _is_causal_mask(mask: fx.Node) -> bool:
     if not all(isinstance(node.target, torch._ops.OpOverload) for node in needed):
         return False
 
-    def on_host(given: Argument) -> object:
-        """Return an argument as it is on the host."""
-        if isinstance(given, fx.Node):
-            return values[given]
-        return torch.device("cpu") if isinstance(given, torch.device) else given
-
-    values: dict[fx.Node, object] = {}
+    host, values = torch.device("cpu"), dict[fx.Node, Any]()
     for node in mask.graph.nodes:
         if node in needed:
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_host)  # type: ignore[arg-type]
+            given = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate(given, lambda x: host if isinstance(x, torch.device) else x)
             values[node] = node.target(*args, **kwargs)
     value = values[mask]
     causal = torch.ones(example.shape[-2:], dtype=torch.bool).tril()
@@ -369,7 +362,6 @@ RULES: dict[object, Rule] = {
     FLEX: attention,
     torch.ops.torch_attn._varlen_attn.default: within_documents,
     aten._safe_softmax.default: softmax,
-    torch.ops.piper.attend_prefix.default: by_heads,
     torch.ops.piper.ring_attend.default: by_heads,
     torch.ops.piper.ring_pass.default: by_heads,
 }

@@ -66,7 +66,8 @@ class LocalGraph:
         self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
     ) -> fx.Node:
         """Write one operation over local values; its result varies where one of its whole operands does."""
-        if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
+        writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        if writes and args and isinstance(args[0], fx.Node) and args[0].target is collective:
             args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
         call = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
         mode = self.recording.modes.get(self.node, Mode())
@@ -174,15 +175,6 @@ class LocalGraph:
         self.modes[local], self.tags[local] = Mode(), ()
         return local
 
-    @contextmanager
-    def within(self, node: fx.Node) -> Iterator[None]:
-        """Write in the region of another node."""
-        before, self.node = self.node, node
-        try:
-            yield
-        finally:
-            self.node = before
-
     def is_whole(self, node: fx.Node) -> bool:
         layout = self.layouts[node]
         return all(each == REPLICATE for each in (layout if isinstance(layout, list) else [layout]))
@@ -203,7 +195,3 @@ class LocalGraph:
         ways = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         hint = f"choose `ways` among the divisors of {heads}: {ways}"
         return self.refused(f"{heads} heads do not divide by {self.degree}", hint)
-
-
-def _writes(target: object) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

@@ -11,18 +11,17 @@ import piper.capture.shard.head_operators  # noqa: F401  registers the operators
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, from_own_first, masked, own_rows, together
 from piper.capture.shard.layout import RESHAPES
-from piper.capture.shard.shape_rules import along, named, number, operand
+from piper.capture.shard.shape_rules import along, named, number, of_sharded, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 
-def softmax(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def softmax(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Normalise exponentials over a dimension that is whole; over a sharded one in two sums."""
-    x = operand(node)
-    have = d.settle(x)
-    dim = number(node.args[1]) % max(1, len(d.shape(x)))
-    if not isinstance(have, Shard) or dim != have.dim:
+    dim = number(node.args[1]) % len(d.shape(x))
+    if dim != have.dim:
         d.done(node, d.replay(node), have)
         return
     if node.target is aten._safe_softmax.default:
@@ -38,12 +37,10 @@ def softmax(d: Sharder, node: fx.Node) -> None:
     d.done(node, result, have)
 
 
-def logsumexp(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def logsumexp(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Add up exponentials over a dimension that is whole, or over the sharded one alone."""
-    x = operand(node)
-    have = d.settle(x)
-    dims = named(node, len(d.shape(x)))
-    if not isinstance(have, Shard) or dims != {have.dim}:
+    if named(node, len(d.shape(x))) != {have.dim}:
         along(named)(d, node)
         return
     _, total, largest = _exponentials(d, x, have.dim, varies=False)
@@ -55,7 +52,7 @@ def logsumexp(d: Sharder, node: fx.Node) -> None:
 
 def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return x less its maximum over a sharded dimension, the sum of exponentials of that, the maximum."""
-    key = (x, dim, varies, d.region_of(d.node))
+    key = (x, dim, varies, d.region_of(d.node))  # readers in one region share the three
     if key not in d.exponentials:
         local = d.local[x]
         fixed = d.emit(aten.detach.default, (local,))

@@ -15,7 +15,7 @@ from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, LIKE, addmm, linear, pointwise, reduction
 from piper.capture.shard.layout import RESHAPES, OwnOrder, RowNumbers, divides, tensor_of, value_of
 from piper.capture.shard.loss_rules import softmax
-from piper.capture.shard.shape_rules import ALONG, along, named, number, operand
+from piper.capture.shard.shape_rules import ALONG, along, named, number, of_sharded, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.capture.trace.recording import OWN_ROWS
@@ -63,11 +63,10 @@ def _keep_numbers(d: Sharder, node: fx.Node) -> None:
     d.done(node, d.replay(node), have.places if node.target in LIKE else have)
 
 
-def sort(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def sort(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Sort the rows of each device by themselves. Numbers of rows are sorted to be inverted."""
-    x = operand(node)
-    have = d.settle(x)
-    if not isinstance(have, Shard) or len(d.shape(x)) != 1:
+    if len(d.shape(x)) != 1:
         along(named)(d, node)
         return
     several = isinstance(value_of(node), tuple | list)

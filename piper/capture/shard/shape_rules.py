@@ -6,7 +6,7 @@ dimension that is sharded it is refused, because no device holds all that is com
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import fx
@@ -40,34 +40,27 @@ def number(value: Argument, default: int = 0) -> int:
     return value
 
 
-def of_sharded(rule: ShardedRule) -> Rule:
-    """Make a rule from one for a sharded operand, which gets that operand and its layout. A sum is taken."""
+def of_sharded(rule: ShardedRule, *, moves: bool = False) -> Rule:
+    """Make a rule from one for a sharded operand, which gets that operand and its layout. A sum is taken.
+
+    moves: the operation only moves elements, so a pending sum passes through it as it is.
+    """
 
     @wraps(rule)
     def apply(d: Sharder, node: fx.Node) -> None:
         source = operand(node)
-        have = d.settle(source)
+        have = d.layout(source) if moves else d.settle(source)
         if isinstance(have, Shard):
             rule(d, node, source, have)
+        elif isinstance(have, Partial):
+            d.done(node, d.replay(node), have)
         else:
             d.plain(node)
 
     return apply
 
 
-def moves(rule: ShardedRule) -> Rule:
-    """Make a rule for an operation that only moves elements: a pending sum passes through it as it is."""
-    settled = of_sharded(rule)
-
-    @wraps(rule)
-    def apply(d: Sharder, node: fx.Node) -> None:
-        have = d.layout(operand(node))
-        if isinstance(have, Partial):
-            d.done(node, d.replay(node), have)
-        else:
-            settled(d, node)
-
-    return apply
+moves = partial(of_sharded, moves=True)
 
 
 def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Shard) -> int:
@@ -143,8 +136,7 @@ def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     size = shape[dim]
     if number(argument(node, "step")) != 1:
         raise NoRuleError("it takes every few elements of a sharded dimension")
-    start = number(argument(node, "start"))
-    start = max(0, start + size) if start < 0 else min(start, size)
+    start, *_ = slice(number(argument(node, "start")), None).indices(size)
     layout, first, length = piece(d, size, have, start, d.shape(node)[dim])
     local = d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length))
     d.done(node, local, layout)

@@ -118,10 +118,14 @@ class Sharder(LocalGraph):
             self.same.add(origin.name)  # every device reads it for the same work
         if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node)):
             return local
-        key = (node, want, varies if isinstance(want, Replicate) else None, self._place(node, have))
+        place = self._place(node, have)
+        key = (node, want, varies if isinstance(want, Replicate) else None, place)
         if key not in self.moved:
-            with self.within(self._place(node, have)):
+            reader, self.node = self.node, place
+            try:
                 self.moved[key] = self._moved(node, have, want, varies)
+            finally:
+                self.node = reader
         return self.moved[key]
 
     def _is_outside(self) -> bool:

@@ -292,7 +292,7 @@ def test_only_a_mask_that_is_causal_is_left_out(kind: str) -> None:
     batch, by = {"x": numbers(2, 8, 8)}, {"x": Shard(1)}
     made = divided(call, {"scale": (8,)}, batch, {}, by)
     called = {str(node.target) for node in made.recorded().graph.nodes}
-    assert ("piper.attend_prefix.default" in called) == (kind == "causal")
+    assert ("piper.ring_attend.default" in called) == (kind == "causal")
     assert ("aten.scaled_dot_product_attention.default" in called) == (kind != "causal")
     compare(call, {"scale": (8,)}, batch, {}, by)
 
