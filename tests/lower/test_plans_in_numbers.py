@@ -195,6 +195,15 @@ def test_an_explanation_says_who_asked_and_where_values_come_from() -> None:
     assert "after    B[PP=0 MB=0] (our choice)" in explain(free, ours, "F[PP=0 MB=2]")
 
 
+def test_copies_of_a_tied_parameter_travel_in_one_type() -> None:
+    """Their gradients are one sum: a device that sends bf16 to one that expects float32 would never end."""
+    halves = replicate(at(PP=0), [0, 1], reduce="bf16"), replicate(at(PP=1), [2, 3])
+    plans, _ = lowered(chain(2, width=8, tied=True), *halves)
+    tied = {b.precision.travel_dtype for b in plans.buckets.values() if b.siblings}
+    assert tied == {"float32"}
+    assert {b.reduced_as for b in plans.buckets.values() if not b.siblings} == {"bfloat16", ""}
+
+
 def test_every_node_is_explained_in_a_sentence() -> None:
     """Users read what a node does. The name of its operation alone does not say it."""
     plans, work = lowered(chain(2, width=8), replicate(at(), [0, 1], zero=3), split(at(), parts=2))
