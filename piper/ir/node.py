@@ -89,14 +89,4 @@ class SlotNode:
     payload: object = None  # what its operation needs beyond its slots, also of `plan/ops.py`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce(SlotNode):
-    """Sum a bucket's gradients over some of its devices, each of which may keep only its shard of the sum."""
-
-    op: str = "reduce"
-    bucket: str
-    run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
-    among: str = ""  # which of the bucket's reductions
-
-
 Node = Compute | Transfer | SlotNode

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import listed
-from piper.ir.node import Compute, Node, Reduce
+from piper.ir.node import Compute, Node
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 
@@ -50,7 +50,7 @@ def explain(state: LoweringState, plans: Plans, name: str) -> str:
             hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
     node = nodes[name]
-    lines = [f"{name}: {REDUCES if isinstance(node, Reduce) else DOES[node.op]}"]
+    lines = [f"{name}: {DOES[node.op]}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
     lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):
