@@ -224,7 +224,8 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Transfer():
-                    yield replace(node, value=node.value.at(part), reads=reads, writes=writes)
+                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{show(node.target)}]"
+                    yield replace(node, name=name, reads=reads, writes=writes)
                 case SlotNode(payload=Routing() | Collecting() as payload):
                     name = placed.name if placed else f"counts[{chunk}{show_part(part)}]"
                     payload = replace(payload, run=replace(payload.run, part=part))
