@@ -1,6 +1,6 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from piper.ir.chunk import Chunk
@@ -78,30 +78,29 @@ def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Inst
             payload=node.run,
             workspace=compute_workspace(emission, node, number),
         )
-    instr = Instr(
+    reads, writes, nbytes, workspace = node.reads, node.writes, node.nbytes, node.workspace
+    if node.op in ("all_reduce", "reduce_scatter"):
+        reads, writes, workspace = reduction(emission, node, number)
+    elif node.op == "accumulate":
+        emission.begun.add((number, writes[0]))
+        if len(reads) == 1 and (number, reads[0]) in emission.flat:
+            workspace = -emission.size(reads[0])  # the sum begins in the memory of its first term
+    elif node.op == "mirror":
+        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+        reads = tuple(slot for slot in reads if slot in copied)
+        nbytes = sum(copied[slot] for slot in reads)
+        workspace = 2 * min(nbytes, MIRRORED)
+    return Instr(
         op=cast(Op, node.op),
         node=node.name,
         stream=COMPUTE_STREAM if node.op == "slice" else node.stream,
-        reads=node.reads,
-        writes=node.writes,
+        reads=reads,
+        writes=writes,
         comm=emission.comm(node.groups, node.stream) if node.groups else None,
         payload=cast(Payload, node.payload),
-        nbytes=node.nbytes,
-        workspace=node.workspace,
+        nbytes=nbytes,
+        workspace=workspace,
     )
-    if node.op in ("all_reduce", "reduce_scatter"):
-        return reduction(emission, node, instr, number)
-    if node.op == "accumulate":
-        emission.begun.add((number, node.writes[0]))
-        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-            # The sum begins in the memory of its first term.
-            return replace(instr, workspace=-emission.size(node.reads[0]))
-    if node.op == "mirror":
-        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
-        reads = tuple(slot for slot in node.reads if slot in copied)
-        nbytes = sum(copied[slot] for slot in reads)
-        return replace(instr, reads=reads, nbytes=nbytes, workspace=2 * min(nbytes, MIRRORED))
-    return instr
 
 
 def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
@@ -123,24 +122,24 @@ def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
     return workspace
 
 
-def reduction(emission: Emission, node: SlotNode, instr: Instr, number: int) -> Instr:
-    """Return the instruction of a sum of gradients, as the backwards of this program give them."""
+def reduction(
+    emission: Emission, node: SlotNode, number: int
+) -> tuple[tuple[SlotId, ...], tuple[SlotId, ...], int]:
+    """Return what a program reads and writes in a sum of gradients, and its workspace."""
     if len(node.writes) > 1:  # the copies of a tied parameter, of which each device has one
-        device = emission.classes[number][0]
-        own = [slot for slot in node.writes if device in emission.state.buckets[slot.owner].devices]
-        return replace(instr, reads=tuple(slot for slot in node.reads if slot in own), writes=tuple(own))
-    value, scatters = node.reads[0], node.op == "reduce_scatter"
-    if value.kind not in GRADIENTS:  # what another reduction gives
-        return instr
-    summed, written = (number, value) in emission.begun, (number, value) in emission.given
-    if not (summed or (written and scatters)):
-        instr = replace(
-            instr, reads=node.reads[1:]
-        )  # no backward here gives it anything, but it gets its part
-    if scatters:
-        flat, bucket = summed or (number, value) in emission.flat, emission.state.buckets[value.owner]
-        instr = replace(instr, workspace=scatter_workspace(bucket, node, flat=flat, given=written))
-    return instr
+        device, buckets = emission.classes[number][0], emission.state.buckets
+        own = tuple(slot for slot in node.writes if device in buckets[slot.owner].devices)
+        return tuple(slot for slot in node.reads if slot in own), own, node.workspace
+    reads, workspace, scatters = node.reads, node.workspace, node.op == "reduce_scatter"
+    here = (number, reads[0])
+    if reads[0].kind in GRADIENTS:  # else it is what another reduction gives
+        summed, written = here in emission.begun, here in emission.given
+        if scatters:
+            flat, bucket = summed or here in emission.flat, emission.state.buckets[reads[0].owner]
+            workspace = scatter_workspace(bucket, node, flat=flat, given=written)
+        if not (summed or (written and scatters)):
+            reads = reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    return reads, node.writes, workspace
 
 
 def scatter_workspace(bucket: Bucket, node: SlotNode, *, flat: bool, given: bool) -> int:

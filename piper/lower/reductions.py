@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from piper.ir.devices import Devices, columns, show
+from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
@@ -128,9 +129,8 @@ def op_of(step: ShardCollective) -> Op:
     return "reduce_scatter" if step.gives != step.gets else "all_reduce"
 
 
-def cast_workspace(bucket: Bucket, elements: int) -> int:
+def cast_workspace(precision: MixedPrecision, elements: int) -> int:
     """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
-    precision = bucket.precision
     return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
 
 
@@ -143,13 +143,14 @@ def reduce_gradient(
     behind: the place after which it is issued.
     """
     first, *outer = bucket.reductions
-    run, itemsize = pass_at(edit.sequence, place), bucket.precision.travel_itemsize
+    run, precision = pass_at(edit.sequence, place), bucket.precision
+    itemsize = precision.travel_itemsize
     for step in (first, *(outer if last else ())):
         result, size = bucket.gradient(step.gets), len(step.groups[0])
         elements = sent = bucket.elements(step.gives)
         if scatters := step.gives != step.gets:
             kept = bucket.elements(step.gets)
-            edit.values[result] = Slot(nbytes=kept * bucket.precision.sum_itemsize)
+            edit.values[result] = Slot(nbytes=kept * precision.sum_itemsize)
             elements += kept
         given = value if step is first else bucket.gradient(step.gives)
         moved = bucket.cloned(step) * itemsize or sent * itemsize * (size - 1) // size
@@ -162,7 +163,7 @@ def reduce_gradient(
             reads=(given, result) if again and step is first else (given,),
             writes=(result,),
             nbytes=moved if scatters else 2 * moved,
-            workspace=cast_workspace(bucket, elements),
+            workspace=cast_workspace(precision, elements),
             stream=bucket.reduce_stream if step is first else f"{bucket.reduce_stream}.across",
             origin=bucket.origin,
         )
@@ -257,7 +258,7 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
                 reads=tuple(given),  # a copy that no backward reaches adds nothing, but gets the sum
                 writes=tuple(slots),
                 nbytes=sent * (len(family) - 1) // len(family),
-                workspace=cast_workspace(bucket, elements),
+                workspace=cast_workspace(bucket.precision, elements),
                 stream=bucket.reduce_stream,
                 origin=tuple(dict.fromkeys(n for member in family for n in member.origin)),
             )
