@@ -207,16 +207,12 @@ class OfPart:
 def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:
     """Yield every template node once per microbatch `among` those of its chunk, with its values."""
     known = {part: OfPart(part, residents) for part in among}
-    parts: dict[str, list[tuple[Tags, OfPart]]] = {chunk: [] for chunk in flow.chunks}
-    for cell in flow.graph.index.cells:
-        if cell.part in known:
-            parts[cell.chunk].append((cell.part, known[cell.part]))
-
     nodes = flow.graph.nodes
     for node, chunk, phase in flow.templates:
-        for part, of_part in parts[chunk]:
+        for part in flow.graph.microbatches(chunk):
+            of_part = known.get(part)
             placed = nodes.get(compute_name(chunk, phase, part)) if phase else None
-            if placed is None and phase:
+            if of_part is None or (placed is None and phase):
                 continue
             reads, writes = of_part(node.reads), of_part(node.writes)
             match node:

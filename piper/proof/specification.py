@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 
 from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
@@ -100,7 +99,7 @@ class Specification:
         self.part_devices = devices_by_part(graph)
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
         self.devices = graph.devices()
-        self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
+        self.microbatches = {name: graph.microbatches(name) for name in graph.parts}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
         first = {name: next(iter(self.part_devices[name].values())) for name in self.chunks}
         self.meshes = {name: graph.policy(name).mesh(devices) for name, devices in first.items()}
@@ -259,9 +258,3 @@ def union_of(sets: Iterable[Devices]) -> Devices:
     """Return the devices of several sets, each once, in order."""
     first, *others = dict.fromkeys(sets)
     return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first
-
-
-def microbatches_of(axes: Tags) -> tuple[Tags, ...]:
-    """Return every microbatch of some axes, in order: (("MB", 2),) gives MB=0 and MB=1."""
-    ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
-    return tuple(product(*ranges))
