@@ -308,8 +308,8 @@ def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
 def check_tags(graph: Graph, at: At, by: str) -> None:
     """Refuse a filter by a tag that nothing has, and several indices of which one does not exist."""
     for tag, asked in at.tags:
-        if tag not in graph.index.tags:
-            known = sorted(graph.index.tags)
+        if tag not in graph.index.indices:
+            known = sorted(graph.index.indices)
             spelt = {name.lower(): name for name in known}
             close = difflib.get_close_matches(tag.lower(), spelt, n=1)
             way_out = "annotate the model with it, or split along it first"
@@ -332,7 +332,7 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
 def extent(graph: Graph) -> str:
     """Return the tags of a graph with their ranges: `MB=0..7, PP=0..3`."""
     ranges = []
-    for tag in sorted(graph.index.tags):
+    for tag in sorted(graph.index.indices):
         indices = graph.index.indices[tag]
         low, high = min(indices), max(indices)
         ranges.append(f"{tag}={low}" if low == high else f"{tag}={low}..{high}")

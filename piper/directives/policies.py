@@ -36,14 +36,10 @@ def common_policy(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Pol
 
 def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[tuple[Tags, Policy]]:
     """Yield the policy of each microbatch that has one. A later split has divided what was asked for."""
-    for cell in graph.index.cells:
-        if cell.chunk == chunk:
-            known = (asked.get(cell.part[:axes]) for axes in range(len(cell.part), -1, -1))
-            policy = next((each for each in known if each is not None), None)
-            if policy is not None:
-                yield cell.part, policy
-            elif graph.policy(chunk) != NO_POLICY:
-                yield cell.part, graph.policy(chunk)
+    for part in graph.microbatches(chunk):
+        known = [asked[part[:axes]] for axes in range(len(part), -1, -1) if part[:axes] in asked]
+        if known or graph.policy(chunk) != NO_POLICY:
+            yield part, known[0] if known else graph.policy(chunk)
 
 
 def meaning(policy: Policy) -> Policy:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from piper.directives.base import Directive, argument, check_whole, registered, selected, touched, whole
 from piper.errors import ScheduleError
-from piper.ir.graph import ChunkRun, Graph, Index, inputs_from_chunks
+from piper.ir.graph import Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.ir.select import At
 
@@ -34,7 +34,7 @@ class Split(Directive):
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
         nodes = selected(graph, self.at, by)
-        taken = {*graph.index.tags, "PASS"}
+        taken = {*graph.index.indices, "PASS"}
         if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis in taken:
             raise ScheduleError(
                 f"{self.axis!r} cannot name the parts",
@@ -49,15 +49,8 @@ class Split(Directive):
             origin = touched(node, number)
             copies[node.name] = tuple(replace(node, part=part, origin=origin) for part in parts)
         chunks = {node.chunk for node in nodes}
-        cells: list[ChunkRun] = []
-        for cell in graph.index.cells:
-            for i in range(self.parts) if cell.chunk in chunks else ():
-                part = (*cell.part, (self.axis, i))
-                cells.append(ChunkRun(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
-            if cell.chunk not in chunks:
-                cells.append(cell)
         axes = {**graph.parts, **{c: (*graph.parts[c], (self.axis, self.parts)) for c in chunks}}
-        return replace(graph.splice(copies), index=Index(cells), parts=axes)
+        return replace(graph.splice(copies), index=Index(graph.outline, axes), parts=axes)
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
         """Refuse a filter that mixes split and unsplit values: their samples would not line up."""

@@ -47,8 +47,7 @@ class Averaging:
 
     def everywhere(self, devices: Devices) -> Devices:
         """Return devices of the first group, then their counterparts in each of the others."""
-        places = [self.places[device][1] for device in devices]
-        return tuple(group[place] for group in self.groups for place in places)
+        return tuple(device for copy in self.copies((devices,)) for device in copy)
 
     def copies(self, several: tuple[Devices, ...]) -> tuple[Devices, ...]:
         """Return sets of devices of the first group, then their counterparts in each of the others."""

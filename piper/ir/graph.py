@@ -4,9 +4,10 @@ Replicas are not expanded: a node carries its whole set of devices, so the graph
 of data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from typing import TypeVar
 
 from piper.ir.averaging import Averaging
@@ -46,16 +47,25 @@ class Ordering:
     groups: tuple[tuple[Pass, ...], ...]
 
 
+@lru_cache(maxsize=256)
+def microbatches_of(axes: Tags) -> tuple[Tags, ...]:
+    """Return every microbatch of some axes, in order: (("MB", 2),) gives MB=0 and MB=1."""
+    return tuple(product(*([(axis, index) for index in range(size)] for axis, size in axes)))
+
+
 class Index:
     """Finds cells by tag in time proportional to what is found."""
 
-    def __init__(self, cells: Iterable[ChunkRun]) -> None:
-        self.cells = tuple(cells)
+    def __init__(self, outline: CapturedModel, parts: Mapping[str, Tags]) -> None:
+        self.cells = tuple(
+            ChunkRun(chunk=chunk.name, part=part, tags=dict((*chunk.tags, *part)))
+            for chunk in outline.chunks
+            for part in microbatches_of(parts[chunk.name])
+        )
         self.indices: dict[str, set[int]] = {}  # of each tag
         for cell in self.cells:
             for tag, index in cell.tags.items():
                 self.indices.setdefault(tag, set()).add(index)
-        self.tags = set(self.indices)
         self._tables: dict[tuple[str, ...], dict[tuple[int | None, ...], list[ChunkRun]]] = {}
 
     def find(self, at: At) -> list[ChunkRun]:
@@ -103,6 +113,10 @@ class Graph:
         """Return the chunks by name, in topological order."""
         return {chunk.name: chunk for chunk in self.outline.chunks}
 
+    def microbatches(self, chunk: str) -> tuple[Tags, ...]:
+        """Return the microbatches of a chunk, in order."""
+        return microbatches_of(self.parts[chunk])
+
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
         return self.options[chunk].policy
@@ -137,7 +151,7 @@ class Graph:
 
         def changed(chunk: str, options: ChunkOptions) -> ChunkOptions:
             policy, known, parts = options.policy, options.part_policies, [*selected[chunk]]
-            if len(parts) == math.prod(size for _, size in self.parts[chunk]):
+            if len(parts) == len(self.microbatches(chunk)):
                 policy, parts = change(chunk, policy), [*known]
             apart = {part: change(chunk, known.get(part, policy)) for part in parts}
             return replace(options, policy=policy, part_policies={**known, **apart})
@@ -179,13 +193,13 @@ def start(outline: CapturedModel) -> Graph:
     """Return the graph of one step on one device: a forward per chunk, and a backward where there is one."""
     nodes = [Compute(chunk=chunk.name, phase="F") for chunk in outline.chunks]
     nodes += [Compute(chunk=c.name, phase="B") for c in reversed(outline.chunks) if has_backward(c)]
-    names = [chunk.name for chunk in outline.chunks]
+    parts: dict[str, Tags] = {chunk.name: () for chunk in outline.chunks}
     return Graph(
         outline=outline,
         nodes={node.name: node for node in nodes},
-        index=Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks),
-        parts=dict.fromkeys(names, ()),
-        options=dict.fromkeys(names, ChunkOptions()),
+        index=Index(outline, parts),
+        parts=parts,
+        options=dict.fromkeys(parts, ChunkOptions()),
     )
 
 

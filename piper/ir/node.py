@@ -7,7 +7,7 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from piper.ir.devices import Devices, show
+from piper.ir.devices import Devices
 from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
 
 COMPUTE_STREAM = "compute"
@@ -47,32 +47,6 @@ def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """Send a value from one set of devices to another. It becomes a send and a receive in the plan."""
-
-    op: ClassVar[str] = "transfer"
-
-    value: SlotId
-    source: Devices
-    target: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
-    stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
-    sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
-    degrees: tuple[int, int] = (1, 1)  # neighbours that share their samples, at the source and the target
-    origin: tuple[int, ...] = ()
-    name: str = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        name = f"transfer[{self.value} @{show(self.source)} -> @{show(self.target)}]"
-        object.__setattr__(self, "name", name)
-
-    @property
-    def devices(self) -> Devices:
-        return tuple(dict.fromkeys((*self.source, *self.target)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNode:
     """Run one instruction on each of some devices, given by its slots, its peers and its payload."""
 
@@ -90,13 +64,15 @@ class SlotNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce(SlotNode):
-    """Sum a bucket's gradients over some of its devices, each of which may keep only its shard of the sum."""
+class Transfer(SlotNode):
+    """Send a value from one set of devices to another. It becomes a send and a receive in the plan."""
 
-    op: str = "reduce"
-    bucket: str
-    run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
-    among: str = ""  # which of the bucket's reductions
+    op: str = "transfer"
+    stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
+    source: Devices
+    target: Devices
+    sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
+    degrees: tuple[int, int] = (1, 1)  # neighbours that share their samples, at the source and the target
 
 
-Node = Compute | Transfer | SlotNode
+Node = Compute | SlotNode

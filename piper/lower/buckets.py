@@ -285,6 +285,7 @@ def tied_buckets(
             replace(
                 b,
                 zero=zero,
+                reduced_as=min(b.reduced_as for b in copies),  # float32 if any asks for it: they are one sum
                 copies=len(copies) * (1 if zero else b.group_size) * replicas,
                 siblings=tuple(name for name in names if name != b.name),
             )

@@ -7,10 +7,10 @@ from piper.ir.chunk import Chunk, Collective, Output, Phase, PhaseSpec, Tags, bu
 from piper.ir.chunk_options import block_rows
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SEED, Pass, SlotId, buffer_slot, param_slot, show_part
-from piper.ir.mesh import Axis, groups_along
+from piper.ir.mesh import groups_along
 from piper.ir.node import Compute, Node, SlotNode, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
-from piper.lower.placements import ChunkPlacement, layouts_of, placements_of
+from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import Flow, incoming, input_gradient, outgoing, output_slot, slot_of
 from piper.plan.ops import Collecting, Routing
@@ -136,8 +136,8 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         )
     if chunk.kind in ("route", "unroute"):
         for phase in IN_FRONT:  # gradients travel back along the path of their rows, by the forward's counts
-            reads = (tangents[0], splits_slot(chunk))
-            exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
+            reads, given = [tangents[0], splits_slot(chunk)], [input_gradient(chunk.name, 0)]
+            exchange(flow, chunk, phase, chunk.kind == "unroute", reads, given)
     elif chunk.collective is not None:
         for phase in IN_FRONT:
             collect(flow, chunk, phase, chunk.collective.adjoint, tangents[0], input_gradient(chunk.name, 0))
@@ -207,16 +207,12 @@ class OfPart:
 def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:
     """Yield every template node once per microbatch `among` those of its chunk, with its values."""
     known = {part: OfPart(part, residents) for part in among}
-    parts: dict[str, list[tuple[Tags, OfPart]]] = {chunk: [] for chunk in flow.chunks}
-    for cell in flow.graph.index.cells:
-        if cell.part in known:
-            parts[cell.chunk].append((cell.part, known[cell.part]))
-
     nodes = flow.graph.nodes
     for node, chunk, phase in flow.templates:
-        for part, of_part in parts[chunk]:
+        for part in flow.graph.microbatches(chunk):
+            of_part = known.get(part)
             placed = nodes.get(compute_name(chunk, phase, part)) if phase else None
-            if placed is None and phase:
+            if of_part is None or (placed is None and phase):
                 continue
             reads, writes = of_part(node.reads), of_part(node.writes)
             match node:
@@ -224,7 +220,8 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Transfer():
-                    yield replace(node, value=node.value.at(part), reads=reads, writes=writes)
+                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{show(node.target)}]"
+                    yield replace(node, name=name, reads=reads, writes=writes)
                 case SlotNode(payload=Routing() | Collecting() as payload):
                     name = placed.name if placed else f"counts[{chunk}{show_part(part)}]"
                     payload = replace(payload, run=replace(payload.run, part=part))
@@ -250,67 +247,45 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
     """Add the forward exchange of rows: to their experts, after the counts, or back from them."""
     splits = splits_slot(chunk)
     if chunk.kind == "route":
-        placement = flow.placements[chunk.name]
-        policy, sent = placement.policy, chunk.input_specs[0].shape[0]
+        policy, sent = flow.placements[chunk.name].policy, chunk.input_specs[0].shape[0]
         block = block_rows(sent, policy.ways, policy.capacity)
         places = 8 * sent + 25 * block * policy.ways  # where each row lies on its way: see `Blocks`
         flow.values[splits] = Slot(nbytes=places if block else 16 * chunk.experts)
-        counted = output_slot(chunk.name, 1)
-        written = [splits, counted]
+        written = [splits, output_slot(chunk.name, 1)]
         if policy.may_overflow:
             written.append(SlotId("overflows", chunk.name))
             flow.values[written[-1]] = Slot(nbytes=1)
-        axis = experts_of(placement)
-        counts = SlotNode(
-            op="counts",
-            name="",  # that of a microbatch
-            payload=Routing(run=Pass(phase="F", chunk=chunk.name), rows=sent if block else 0, block=block),
-            devices=placement.devices,
-            groups=groups_along(placement.devices, (axis,)),
-            stream=policy.exchange_stream,
-            reads=(inputs[1],),
-            writes=tuple(written),
-            nbytes=flow.size(counted) * (axis.degree - 1) // axis.degree,
-            origin=placement.origin,
-        )
-        flow.templates.append((counts, chunk.name, None))
-    outward = chunk.kind == "route"
-    exchange(flow, chunk, "F", outward, (inputs[0], splits), output_slot(chunk.name, 0))
+        exchange(flow, chunk, None, True, inputs[1:2], written)
+    exchange(flow, chunk, "F", chunk.kind == "route", [inputs[0], splits], [output_slot(chunk.name, 0)])
 
 
 def exchange(
-    flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[SlotId, ...], written: SlotId
+    flow: Flow, chunk: Chunk, phase: Phase | None, outward: bool, reads: list[SlotId], writes: list[SlotId]
 ) -> None:
-    """Add one all-to-all of rows within each expert group."""
+    """Add one all-to-all within each expert group: of rows or, without a phase, of how many there will be."""
     placement = flow.placements[chunk.name]
-    axis = experts_of(placement)
+    axis, policy = placement.mesh.experts, placement.policy
+    assert axis is not None, f"{chunk.name} holds all experts"
     rows = (chunk.outputs if chunk.kind == "unroute" else chunk.input_specs)[0].shape[0]
-    block = block_rows(rows, axis.degree, placement.policy.capacity)
-    travels = flow.size(written)
-    if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
+    block = block_rows(rows, axis.degree, policy.capacity)
+    travels = flow.size(writes[0 if phase else 1])  # counts write where rows lie, then how many there are
+    if phase and block:  # as many rows travel both ways, filled up before they leave and put in order behind
         travels = max(travels, flow.size(reads[0]))
+    run = Pass(phase=phase or "F", chunk=chunk.name)
     node = SlotNode(
-        op="exchange",
-        name="",
-        payload=Routing(
-            run=Pass(phase=phase, chunk=chunk.name), outward=outward, rows=rows if block else 0, block=block
-        ),
+        op="exchange" if phase else "counts",
+        name="",  # that of a microbatch
+        payload=Routing(run=run, outward=outward, rows=rows if block else 0, block=block),
         devices=placement.devices,
         groups=groups_along(placement.devices, (axis,)),
-        reads=reads,
-        writes=(written,),
-        stream=placement.policy.exchange_stream,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        stream=policy.exchange_stream,
         nbytes=travels * (axis.degree - 1) // axis.degree,
-        workspace=2 * travels if block else 0,
+        workspace=2 * travels if phase and block else 0,
+        origin=placement.origin,
     )
     flow.templates.append((node, chunk.name, phase))
-
-
-def experts_of(placement: ChunkPlacement) -> Axis:
-    """Return the axis over which the experts of a region are sharded."""
-    experts = placement.mesh.experts
-    assert experts is not None, f"{placement.chunk} holds all experts"
-    return experts
 
 
 def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:

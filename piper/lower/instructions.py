@@ -1,17 +1,18 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from piper.ir.chunk import Chunk
-from piper.ir.devices import Devices, columns, show
+from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId
-from piper.ir.node import COMPUTE_STREAM, Compute, Reduce, SlotNode, Transfer
+from piper.ir.node import COMPUTE_STREAM, Compute, SlotNode, Transfer
 from piper.lower.placements import channels
+from piper.lower.reductions import GRADIENTS
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.ops import OfBucket, Op, Payload, Rows
+from piper.plan.ops import Op, Payload, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
 
@@ -77,30 +78,29 @@ def instr_for(emission: Emission, node: Compute | SlotNode, number: int) -> Inst
             payload=node.run,
             workspace=compute_workspace(emission, node, number),
         )
-    instr = Instr(
+    reads, writes, nbytes, workspace = node.reads, node.writes, node.nbytes, node.workspace
+    if node.op in ("all_reduce", "reduce_scatter"):
+        reads, writes, workspace = reduction(emission, node, number)
+    elif node.op == "accumulate":
+        emission.begun.add((number, writes[0]))
+        if len(reads) == 1 and (number, reads[0]) in emission.flat:
+            workspace = -emission.size(reads[0])  # the sum begins in the memory of its first term
+    elif node.op == "mirror":
+        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+        reads = tuple(slot for slot in reads if slot in copied)
+        nbytes = sum(copied[slot] for slot in reads)
+        workspace = 2 * min(nbytes, MIRRORED)
+    return Instr(
         op=cast(Op, node.op),
         node=node.name,
         stream=COMPUTE_STREAM if node.op == "slice" else node.stream,
-        reads=node.reads,
-        writes=node.writes,
+        reads=reads,
+        writes=writes,
         comm=emission.comm(node.groups, node.stream) if node.groups else None,
         payload=cast(Payload, node.payload),
-        nbytes=node.nbytes,
-        workspace=node.workspace,
+        nbytes=nbytes,
+        workspace=workspace,
     )
-    if isinstance(node, Reduce):
-        return (tied_sum if node.run is None else reduction)(emission, node, instr, number)
-    if node.op == "accumulate":
-        emission.begun.add((number, node.writes[0]))
-        if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-            # The sum begins in the memory of its first term.
-            return replace(instr, workspace=-emission.size(node.reads[0]))
-    if node.op == "mirror":
-        copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
-        reads = tuple(slot for slot in node.reads if slot in copied)
-        nbytes = sum(copied[slot] for slot in reads)
-        return replace(instr, reads=reads, nbytes=nbytes, workspace=2 * min(nbytes, MIRRORED))
-    return instr
 
 
 def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
@@ -109,7 +109,7 @@ def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
     spec = emission.chunks[node.chunk].phases[node.phase]
     workspace = spec.workspace
     for slot in node.writes:
-        if slot.kind in ("gradient", "grad"):
+        if slot.kind in GRADIENTS:
             emission.given.add((number, slot))
             pieces = emission.state.buckets[slot.owner].pieces
             if any(piece.name in spec.in_place for piece in pieces):
@@ -122,56 +122,27 @@ def compute_workspace(emission: Emission, node: Compute, number: int) -> int:
     return workspace
 
 
-def reduction(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
-    """Return the instruction of a reduction of a bucket."""
-    bucket = emission.state.buckets[node.bucket]
-    how = next(each for each in bucket.reductions if each.among == node.among)
-    scatters, size = how.gives != how.gets, len(how.groups[0])
-    given, reads = bucket.elements(how.gives), node.reads
-    moved = given * bucket.precision.travel_itemsize * (size - 1) // size
-    if cloned := bucket.cloned(how):
-        moved = cloned * bucket.precision.travel_itemsize
-    workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
-    if not node.among:
-        here = (number, node.reads[0])
+def reduction(
+    emission: Emission, node: SlotNode, number: int
+) -> tuple[tuple[SlotId, ...], tuple[SlotId, ...], int]:
+    """Return what a program reads and writes in a sum of gradients, and its workspace."""
+    if len(node.writes) > 1:  # the copies of a tied parameter, of which each device has one
+        device, buckets = emission.classes[number][0], emission.state.buckets
+        own = tuple(slot for slot in node.writes if device in buckets[slot.owner].devices)
+        return tuple(slot for slot in node.reads if slot in own), own, node.workspace
+    reads, workspace, scatters = node.reads, node.workspace, node.op == "reduce_scatter"
+    here = (number, reads[0])
+    if reads[0].kind in GRADIENTS:  # else it is what another reduction gives
         summed, written = here in emission.begun, here in emission.given
         if scatters:
-            flat = summed or here in emission.flat
+            flat, bucket = summed or here in emission.flat, emission.state.buckets[reads[0].owner]
             workspace = scatter_workspace(bucket, node, flat=flat, given=written)
         if not (summed or (written and scatters)):
-            reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
-    return replace(
-        instr,
-        op="reduce_scatter" if scatters else "all_reduce",
-        payload=OfBucket(bucket=node.bucket, run=node.run),
-        reads=reads,
-        comm=emission.comm(how.groups, node.stream),
-        nbytes=moved if scatters else 2 * moved,
-        workspace=workspace,
-    )
+            reads = reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+    return reads, node.writes, workspace
 
 
-def tied_sum(emission: Emission, node: Reduce, instr: Instr, number: int) -> Instr:
-    """Return the instruction of a sum over the copies of a tied parameter, of which each device has one."""
-    family = emission.state.buckets[node.bucket].family(emission.state.buckets)
-    device = emission.classes[number][0]
-    mine = next(member for member in family if device in member.devices)
-    copies = columns([member.devices for member in family])
-    slot, size = mine.gradient(), len(copies[0])
-    elements = emission.size(slot) // mine.precision.sum_itemsize
-    return replace(
-        instr,
-        op="all_reduce",
-        payload=OfBucket(bucket=node.bucket),
-        comm=emission.comm(copies, node.stream),
-        reads=tuple(s for s in node.reads if s == slot),
-        writes=(slot,),
-        nbytes=2 * elements * mine.precision.travel_itemsize * (size - 1) // size,
-        workspace=cast_workspace(mine, elements),
-    )
-
-
-def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
+def scatter_workspace(bucket: Bucket, node: SlotNode, *, flat: bool, given: bool) -> int:
     """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
 
     It flattens the gradients in the type they travel in, unless compiled code or an accumulation has done so;
@@ -185,12 +156,6 @@ def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) 
     kept = bucket.elements(bucket.reductions[0].gets)
     elements = (bucket.numel if apart else 0) + (kept if shard else 0)
     return elements * bucket.precision.travel_itemsize
-
-
-def cast_workspace(bucket: Bucket, elements: int) -> int:
-    """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
-    precision = bucket.precision
-    return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
 
 
 def emit_transfer(emission: Emission, node: Transfer) -> None:

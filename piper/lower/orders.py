@@ -1,14 +1,13 @@
 """Temporal edges: those that `order` directives ask for, or a pipeline order where there are none."""
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Output, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.graph import SELECTED, Graph, Ordering
+from piper.ir.graph import SELECTED, Graph, Ordering, microbatches_of
 from piper.ir.ids import Pass, SlotId
 from piper.ir.node import Node, compute_name
 from piper.lower.placements import classes_of, first_nodes, layouts_of
@@ -48,7 +47,7 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Pass, ...
     later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
     apart = [[copies(graph, step) for step in group] for group in ordering.groups]
     if len(later) == 1:  # every member was split alike: each microbatch keeps the order
-        for number in range(math.prod(size for _, size in next(iter(later)))):
+        for number in range(len(microbatches_of(*later))):
             yield tuple(tuple(steps[number] for steps in group) for group in apart)
         return
     yield tuple(tuple(itertools.chain(*group)) for group in apart)
@@ -56,9 +55,8 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Pass, ...
 
 def copies(graph: Graph, step: Pass) -> list[Pass]:
     """Return the copies of a step, one for each microbatch that a later split made of it."""
-    axes = graph.parts[step.chunk][len(step.part) :]
-    ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
-    return [replace(step, part=(*step.part, *part)) for part in itertools.product(*ranges)]
+    later = microbatches_of(graph.parts[step.chunk][len(step.part) :])
+    return [replace(step, part=(*step.part, *part)) for part in later]
 
 
 def chain_groups(
@@ -138,14 +136,11 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
     both can run, so this is 1F1B for a plain pipeline.
     """
     depth = depths(graph)
-    ordered = {chunk.name for chunk in graph.outline.chunks if chunk.has_code}
+    ordered = [chunk.name for chunk in graph.outline.chunks if chunk.has_code]
     for layout in layouts_of(graph):
-        parts: dict[str, list[Tags]] = {}
-        for cell in graph.index.cells:
-            if cell.chunk in ordered and cell.part in layout.parts:
-                parts.setdefault(cell.chunk, []).append(cell.part)
-        for chunk, all_parts in parts.items():
-            for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
+        for chunk in ordered:
+            parts = [part for part in graph.microbatches(chunk) if part in layout.parts]
+            for done, then in zip(parts, parts[depth[chunk] :], strict=False):
                 if compute_name(chunk, "B", done) in graph.nodes:
                     yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
 

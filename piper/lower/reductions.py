@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping
 
 from piper.ir.devices import Devices, columns, show
+from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
-from piper.ir.node import Compute, Reduce, SlotNode
+from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
-from piper.plan.bucket import Bucket
+from piper.plan.bucket import Bucket, ShardCollective
+from piper.plan.ops import OfBucket, Op
 from piper.plan.plan import Slot
 
 GRADIENTS = ("gradient", "grad")  # slots that backwards write
@@ -41,7 +43,7 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
     """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in state.sequence for value in node.reads}
     written = {value for node in state.sequence for value in node.writes}
-    reduced = {(node.bucket, node.among) for node in state.sequence if isinstance(node, Reduce)}
+    reduced = {(node.op, value) for node in state.sequence for value in node.writes}
     gives = gradient_givers(state)
     for bucket in state.buckets.values():
         if bucket.name not in gives:
@@ -49,7 +51,7 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
         if bucket.gradient() not in written:
             yield f"{bucket.name} has no gradient to apply"
         for step in bucket.reductions:
-            if (bucket.name, step.among) not in reduced:
+            if (op_of(step), bucket.gradient(step.gets)) not in reduced:
                 yield f"{bucket.name} is never reduced {step.among or 'over replicas'}"
         for value in gives[bucket.name].values():
             if value not in read and value != bucket.gradient():
@@ -122,6 +124,16 @@ def begun_on(devices: Devices, begun: Mapping[Devices, bool]) -> tuple[Devices, 
     return tuple(d for d in devices if d in have), tuple(d for d in devices if d not in have)
 
 
+def op_of(step: ShardCollective) -> Op:
+    """Return the operation of a reduction: whether each device keeps only its shard of the sum."""
+    return "reduce_scatter" if step.gives != step.gets else "all_reduce"
+
+
+def cast_workspace(precision: MixedPrecision, elements: int) -> int:
+    """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
+    return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
+
+
 def reduce_gradient(
     edit: SequenceEdit, bucket: Bucket, place: int, value: SlotId, *, again: bool, last: bool, behind: int
 ) -> None:
@@ -131,20 +143,27 @@ def reduce_gradient(
     behind: the place after which it is issued.
     """
     first, *outer = bucket.reductions
-    run = pass_at(edit.sequence, place)
+    run, precision = pass_at(edit.sequence, place), bucket.precision
+    itemsize = precision.travel_itemsize
     for step in (first, *(outer if last else ())):
-        result = bucket.gradient(step.gets)
-        if step.gives != step.gets:
-            edit.values[result] = Slot(nbytes=bucket.elements(step.gets) * bucket.precision.sum_itemsize)
+        result, size = bucket.gradient(step.gets), len(step.groups[0])
+        elements = sent = bucket.elements(step.gives)
+        if scatters := step.gives != step.gets:
+            kept = bucket.elements(step.gets)
+            edit.values[result] = Slot(nbytes=kept * precision.sum_itemsize)
+            elements += kept
         given = value if step is first else bucket.gradient(step.gives)
-        node = Reduce(
+        moved = bucket.cloned(step) * itemsize or sent * itemsize * (size - 1) // size
+        node = SlotNode(
+            op=op_of(step),
             name=f"reduce[{bucket.name}{step.among and ' '}{step.among} after {run}]",
-            bucket=bucket.name,
-            run=run,
+            payload=OfBucket(bucket=bucket.name, run=run),
             devices=bucket.devices,
-            among=step.among,
+            groups=step.groups,
             reads=(given, result) if again and step is first else (given,),
             writes=(result,),
+            nbytes=moved if scatters else 2 * moved,
+            workspace=cast_workspace(precision, elements),
             stream=bucket.reduce_stream if step is first else f"{bucket.reduce_stream}.across",
             origin=bucket.origin,
         )
@@ -226,15 +245,20 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
             continue
         for slot in slots:
             edit.values.setdefault(slot, edit.values[given[0]])
-        devices = tuple(device for column in columns([b.devices for b in family]) for device in column)
+        copies = columns([member.devices for member in family])
+        elements = edit.values[given[0]].nbytes // bucket.precision.sum_itemsize
+        sent = 2 * elements * bucket.precision.travel_itemsize
         edit.append(
-            Reduce(
+            SlotNode(
+                op="all_reduce",
                 name=f"reduce[{bucket.name} after tied]",
-                bucket=bucket.name,
-                run=None,
-                devices=devices,
+                payload=OfBucket(bucket=bucket.name),
+                devices=tuple(device for column in copies for device in column),
+                groups=copies,
                 reads=tuple(given),  # a copy that no backward reaches adds nothing, but gets the sum
                 writes=tuple(slots),
+                nbytes=sent * (len(family) - 1) // len(family),
+                workspace=cast_workspace(bucket.precision, elements),
                 stream=bucket.reduce_stream,
                 origin=tuple(dict.fromkeys(n for member in family for n in member.origin)),
             )
@@ -244,7 +268,7 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
 
 def every_tied_copy_is_summed(state: LoweringState) -> Iterator[str]:
     """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
-    sums = [node for node in state.sequence if isinstance(node, Reduce) and node.run is None]
+    sums = [node for node in state.sequence if node.op == "all_reduce" and len(node.writes) > 1]
     summed = {slot for node in sums for slot in node.writes}
     gives = gradient_givers(state)
     for bucket in state.buckets.values():

@@ -206,7 +206,8 @@ def send(
             )
     flow.values[arrived] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
     node = Transfer(
-        value=value,
+        name="",  # that of a microbatch
+        devices=tuple(dict.fromkeys((*there.devices, *placement.devices))),
         source=there.devices,
         target=placement.devices,
         degrees=(there.mesh.degree, placement.mesh.degree),

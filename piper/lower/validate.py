@@ -350,7 +350,7 @@ def cells_per_device(graph: Graph) -> int:
 
 def parts_of(graph: Graph, chunk: str) -> int:
     """Return the number of microbatches of a chunk."""
-    return math.prod(size for _, size in graph.parts[chunk])
+    return len(graph.microbatches(chunk))
 
 
 def check_batch(graph: Graph, samples: int | None) -> None:

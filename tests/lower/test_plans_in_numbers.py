@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -13,9 +14,10 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, b
 from piper.ir.graph import start
 from piper.ir.ids import SlotId
 from piper.ir.select import at
-from piper.lower.explain import explain
+from piper.lower.explain import DOES, explain
 from piper.lower.state import LoweringState, Settings
 from piper.plan.bucket import Bucket
+from piper.plan.ops import Op
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
 from piper.schedules import one_f_one_b, zero_bubble
@@ -191,6 +193,26 @@ def test_an_explanation_says_who_asked_and_where_values_come_from() -> None:
     assert "(order #0 (" in explain(both, first, "B[PP=0]")
     ours, free = lowered(chain(2, width=8), place(at(PP=0), [0]), place(at(PP=1), [1]), split(at(), parts=4))
     assert "after    B[PP=0 MB=0] (our choice)" in explain(free, ours, "F[PP=0 MB=2]")
+
+
+def test_copies_of_a_tied_parameter_travel_in_one_type() -> None:
+    """Their gradients are one sum: a device that sends bf16 to one that expects float32 would never end."""
+    halves = replicate(at(PP=0), [0, 1], reduce="bf16"), replicate(at(PP=1), [2, 3])
+    plans, _ = lowered(chain(2, width=8, tied=True), *halves)
+    tied = {b.precision.travel_dtype for b in plans.buckets.values() if b.siblings}
+    assert tied == {"float32"}
+    assert {b.reduced_as for b in plans.buckets.values() if not b.siblings} == {"bfloat16", ""}
+
+
+def test_every_node_is_explained_in_a_sentence() -> None:
+    """Users read what a node does. The name of its operation alone does not say it."""
+    plans, work = lowered(chain(2, width=8), replicate(at(), [0, 1], zero=3), split(at(), parts=2))
+    said = [explain(work, plans, node.name).splitlines()[0] for node in work.sequence]
+    sentences = {line.rsplit("]: ")[-1].removeprefix("total: ") for line in said}
+    assert {node.op for node in work.sequence} >= {"compute", "load", "gather", "norm", "total", "update"}
+    assert all(re.fullmatch(r"[A-Z].* .*\.", sentence) for sentence in sentences), sentences
+    # Operations that only the plan has belong to a node that is another one there.
+    assert set(get_args(Op)) - DOES.keys() == {"send", "recv", "copy", "concat", "shift"}
 
 
 @pytest.mark.parametrize("build", [one_f_one_b, zero_bubble])
