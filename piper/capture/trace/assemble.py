@@ -19,6 +19,7 @@ from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
+Reads = tuple[list[fx.Node], list[fx.Node], list[fx.Node]]  # inputs, parameters and buffers
 _MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
 
 
@@ -135,21 +136,23 @@ class Assembler:
                 rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
                 counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
             )
-        body = self._body(nodes, results, experts)
+        body = self._body(nodes, reads, results, experts)
         segments = self._segments(runs, reads, results) if len(runs) > 1 else ()
         return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
 
     def _body(
-        self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
+        self,
+        nodes: Sequence[fx.Node],
+        reads: Reads,
+        results: Sequence[fx.Node],
+        experts: Experts | None = None,
     ) -> Body:
-        reads = self._reads(nodes)
         return Body(
             graph=self._emitted(nodes, [node for group in reads for node in group], results),
             root=self.recording.root,
             inputs=tuple(_tensor(node) for node in reads[0]),
             params=tuple(_tensor(node) for node in reads[1]),
             buffers=tuple(_tensor(node) for node in reads[2]),
-            outputs=tuple(_tensor(node) for node in results),
             experts=experts,
         )
 
@@ -184,7 +187,7 @@ class Assembler:
         return graph
 
     def _segments(
-        self, runs: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
+        self, runs: Sequence[Sequence[fx.Node]], reads: Reads, results: Sequence[fx.Node]
     ) -> tuple[Segment, ...]:
         inputs, params, buffers = reads
         run_of = {node: number for number, run in enumerate(runs) for node in run}
@@ -200,7 +203,7 @@ class Assembler:
             own = self._reads(run)
             segments.append(
                 Segment(
-                    body=self._body(run, going),
+                    body=self._body(run, own, going),
                     inputs=tuple(outputs[node] if node in outputs else inputs.index(node) for node in own[0]),
                     params=tuple(params.index(node) for node in own[1]),
                     buffers=tuple(buffers.index(node) for node in own[2]),
@@ -216,7 +219,7 @@ class Assembler:
         nodes = upstream(own, lambda node: node in own or node in extra)
         return sorted(nodes, key=self.regions.order.__getitem__)
 
-    def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    def _reads(self, nodes: Sequence[fx.Node]) -> Reads:
         """Return the inputs, parameters and buffers that the nodes read, each in the order of first use."""
         inside = set(nodes)
         read = dict.fromkeys(
