@@ -245,7 +245,7 @@ def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes,
     """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
     rows: set[str] = set()
-    experts: dict[str, int] = {}
+    experts, behind = dict[str, int](), dict[fx.Node, int]()  # of chunks, and behind each route
     for cut in cuts:
         node = cut.nodes[0]
         if cut.kind == "route":
@@ -253,11 +253,9 @@ def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes,
             routed, received = node.meta["example_value"]
             balanced |= {str(routed.shape[0]): x.shape[0], str(received.shape[0]): counts.shape[0]}
             rows.add(str(routed.shape[0]))
-            experts[cut.name] = counts.shape[0]
-    names = {cut.nodes[0]: cut.name for cut in cuts if cut.kind == "route"}
-    for cut in cuts:
-        if cut.kind in ("expert", "unroute"):
-            experts[cut.name] = experts[names[regions.areas[cut.nodes[0]]]]
+            experts[cut.name] = behind[node] = counts.shape[0]
+        elif cut.kind in ("expert", "unroute"):
+            experts[cut.name] = behind[regions.areas[node]]
     return SymbolicSizes(balanced, frozenset(rows)), experts
 
 
