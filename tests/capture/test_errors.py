@@ -375,7 +375,8 @@ def test_a_tensor_that_is_no_buffer() -> None:
     assert refusal(model=Hidden) == lines(
         "model: the model uses a tensor that is neither a parameter nor a buffer",
         "  tensor: scale",
-        "  hint:   make it known: self.register_buffer(name, tensor, persistent=False)",
+        "  hint:   make it known: self.register_buffer(name, tensor, persistent=False); "
+        "outside the class: model.register_buffer('scale', vars(model).pop('scale'), persistent=False)",
     )
 
 

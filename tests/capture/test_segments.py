@@ -1,10 +1,11 @@
 """Where a long chunk is cut into segments, each distinct one of which is traced once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from piper.capture.trace.annotate import annotate_modules
 from piper.capture.trace.trace import trace
 from tests import zoo
 
@@ -39,21 +40,32 @@ class Stacks(nn.Module):
         return result
 
 
-def lengths(first: int, second: int) -> list[int]:
-    """Return how many operations each segment of the model has."""
-    found = trace(lambda: Stacks(first, second), zoo.regression, zoo.vectors(4, 0), 4)
-    (piece,) = found.pieces
-    nodes = [[node.op.startswith("call") for node in part.body.graph.nodes] for part in piece.segments]
-    return [sum(calls) for calls in nodes]
+def lengths(first: int, second: int, *regions: Sequence[str]) -> list[list[int]]:
+    """Return how many operations each segment of the model has, by chunk."""
+
+    def model() -> nn.Module:
+        return annotate_modules(Stacks(first, second), {"PP": regions})
+
+    return [
+        [sum(node.op.startswith("call") for node in body.graph.nodes) for body in bodies]
+        for piece in trace(model, zoo.regression, zoo.vectors(4, 0), 4).pieces
+        if piece.body is not None
+        for bodies in [[part.body for part in piece.segments] or [piece.body]]
+    ]
 
 
 def test_layers_that_repeat_are_cut_out_by_themselves() -> None:
-    assert lengths(4, 0) == [2, 28, 28, 28, 28, 3]  # a cast and a layer; a layer, a cast and the loss
+    assert lengths(4, 0) == [[2, 28, 28, 28, 28, 3]]  # a cast and a layer; a layer, a cast and the loss
 
 
 def test_so_are_the_layers_of_another_stack() -> None:
-    assert lengths(3, 2) == [2, 28, 28, 28, 28, 28, 3]
+    assert lengths(3, 2) == [[2, 28, 28, 28, 28, 28, 3]]
+
+
+def test_so_is_a_layer_that_is_a_whole_region_elsewhere() -> None:
+    regions = ["begin", "blocks.0"], ["blocks.1"], ["blocks.2", "end"]
+    assert lengths(3, 0, *regions) == [[2, 28], [28], [28, 3]]
 
 
 def test_what_does_not_repeat_is_cut_where_it_is_long_enough() -> None:
-    assert lengths(1, 1) == [30, 31]
+    assert lengths(1, 1) == [[30, 31]]

@@ -1,6 +1,6 @@
 """The code of a distinct chunk: what each phase reads, writes and costs, and how to build it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,21 +137,20 @@ def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]
     """Return which of a phase's parameter gradients can be written into given memory, by their positions."""
     # These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
     # would be copied.
-    writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
+    body, writes = set(section.body), section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
     in_place = [
         place
         for place, write in enumerate(writes)
-        if taken.count(write.node) == 1 and _can_be_given_memory(write, section)
+        if taken.count(write.node) == 1 and _can_be_given_memory(write, body)
     ]
     nbytes = [sizes.nbytes(write.node.meta["val"]) for write in writes]
     return tuple(in_place) if 2 * sum(nbytes[place] for place in in_place) > sum(nbytes) else ()
 
 
-def _can_be_given_memory(write: Write, section: Section) -> bool:
+def _can_be_given_memory(write: Write, body: Collection[fx.Node]) -> bool:
     """Return whether a gradient is a product or that of a table, in its shape, that nothing else reads."""
-    body, node = set(section.body), write.node
-    seen: fx.Node | None = None
+    node, seen = write.node, None
     while node in body and all(user is seen or user not in body for user in node.users):
         by_count = node.target is EMBEDDING_GRAD and bool(node.args[4])  # of all reads
         if node.target in (_aten.mm.default, EMBEDDING_GRAD) and not by_count:

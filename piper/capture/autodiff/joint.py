@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.cost.aliases import label_memory
@@ -21,10 +20,8 @@ from piper.capture.precision.fp8 import REWRITTEN, merge_rounding
 from piper.capture.quirks.attention_sums import correct_sums
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
-from piper.capture.trace.sizes import SymbolicSizes
+from piper.capture.trace.sizes import SymbolicSizes, unknown_rows
 from piper.capture.trace_errors import quiet, reason
-
-_ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 
 
 class UntraceableError(RuntimeError):
@@ -69,7 +66,7 @@ def trace_joint(
             # Its kernel of oneDNN is for inference: without autograd it leaves out what its backward reads.
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
-            rows = _unknown_rows(shapes) if body.experts else None
+            rows = unknown_rows(shapes) if body.experts else None
             fakes = _fakes(body, trained, ways, mode, device, rows)
             table = {**decompositions()} if decompose else {torch.ops.aten.copy.default: _copied}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
@@ -121,15 +118,6 @@ def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:
     if not rows.node.expr.is_symbol:
         raise UntraceableError("it works for one number of rows only")
     return SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
-
-
-def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
-    """Return a symbolic number of rows of which the trace knows only that it is a size."""
-    source = ConstantSource("rows")
-    symbol = shapes.create_symbol(_ROWS_WHILE_TRACING, source, dynamic_dim=DimDynamic.DYNAMIC)
-    rows = shapes.create_symintnode(symbol, hint=_ROWS_WHILE_TRACING, source=source)
-    assert isinstance(rows, torch.SymInt)
-    return rows
 
 
 def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:

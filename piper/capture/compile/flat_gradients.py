@@ -26,13 +26,6 @@ def source_in_place(source: Source) -> Source:
     return replace(source, module=module, arguments=[*source.arguments, *targets, torch.tensor(False)])
 
 
-def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Source) -> "FlatPhase":
-    """Return a compiled phase, of a source that writes results into its last arguments."""
-    targets = source.arguments[len(plain.arguments) : -1]
-    like = [(target.shape, target.dtype) for target in targets]
-    return FlatPhase(code, plain.in_place, like, targets[0].device)
-
-
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
     """Write some gradients into further arguments, or add them if the last one says so; return the others."""
     outputs, graph, copies = _outputs(module), fx.Graph(), dict[fx.Node, fx.Node]()
@@ -105,7 +98,7 @@ class FlatPhase(CompiledPhase):
         like: Sequence[tuple[torch.Size, torch.dtype]],
         device: torch.device,
     ) -> None:
-        """Keep compiled code. results: those that it writes. like: their shapes."""
+        """Keep compiled code. results: those that it writes into its last arguments. like: their shapes."""
         self.code, self.results, self.like, self.device = code, tuple(results), tuple(like), device
         self.inner: Boxed = code.boxed  # type: ignore[attr-defined]
         self.flags = (torch.tensor(False), torch.tensor(True))

@@ -19,18 +19,18 @@ from pathlib import Path
 import sympy  # type: ignore[import-untyped]  # torch's symbols are its
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, standalone_compile
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
+from piper.capture.trace.sizes import ROWS_WHILE_TRACING, unknown_rows
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
@@ -46,7 +46,6 @@ _PATCHES = {
 }
 _OPTIONS = {"config_patches": _PATCHES}
 _IN_ARTIFACT = {"aotautograd", "fxgraph", "locks", "__pycache__"}  # folders that loading an artifact fills
-_HINT = 1013  # a prime that no real size equals, for sizes that routing decides
 _BROKEN = (AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSError, EOFError, ImportError)
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -244,10 +243,9 @@ def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
         if not isinstance(given, torch.SymInt) or not given.node.expr.free_symbols:
             return int(given)
         for symbol in given.node.expr.free_symbols - symbols.keys():
-            source = ConstantSource("rows")
-            symbols[symbol] = shapes.create_symbol(_HINT, source, dynamic_dim=DimDynamic.DYNAMIC)
+            symbols[symbol] = unknown_rows(shapes).node.expr
         fresh = given.node.expr.xreplace(symbols)
-        hint = int(fresh.subs(dict.fromkeys(fresh.free_symbols, _HINT)))
+        hint = int(fresh.subs(dict.fromkeys(fresh.free_symbols, ROWS_WHILE_TRACING)))
         symbolic = shapes.create_symintnode(fresh, hint=hint)
         assert isinstance(symbolic, torch.SymInt)
         return symbolic

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.flat_gradients import flat_phase, source_in_place
+from piper.capture.compile.flat_gradients import FlatPhase, source_in_place
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.inductor import Compiled, CompiledPhase, Source, compiled, loaded, name_of
 from piper.capture.compile.operators import mm_into
@@ -105,7 +105,10 @@ def compile_phases(
         cuts[key] = source, pieces, [names[piece.key] for piece in pieces] or [names[""]]
     codes = _compile_all(graphs, cache, servers, meanwhile)
     phases = {key: _phase_of(*cut, codes) for key, cut in cuts.items()}
-    phases |= {key: flat_phase(phases[key], asked[key], flat[key]) for key in flat}
+    for key, source in flat.items():
+        targets = source.arguments[len(asked[key].arguments) : -1]
+        like = [(target.shape, target.dtype) for target in targets]
+        phases[key] = FlatPhase(phases[key], asked[key].in_place, like, targets[0].device)
     for key, phase in phases.items():
         phase.plain = asked[key].module
     return phases

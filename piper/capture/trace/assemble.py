@@ -1,12 +1,6 @@
-"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between.
+"""Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
 
-A long chunk is cut into segments that repeat, so that a stage of many equal layers is traced as one layer.
-A segment ends where only one value that needs a gradient goes on, as between the layers of a decoder.
-Gradients then meet in the same order as in the whole chunk, so the parts give the same numbers as the whole.
-"""
-
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -15,17 +9,17 @@ from torch.amp import autocast_mode
 from piper.capture.trace.cut import Cut, Regions
 from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.graph_walks import interval_sums, repeated_runs, upstream
+from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
 from piper.capture.trace.recording import OWN_ROWS, FromBuffer, FromParameter, Mode, Recording, how_of, marker
+from piper.capture.trace.segments import split_chunks
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
-LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
-LONGEST = 64  # places at which a layer could be cut: one with more is not looked for
+Reads = tuple[list[fx.Node], list[fx.Node], list[fx.Node]]  # inputs, parameters and buffers
 _MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
 
 
@@ -37,10 +31,21 @@ class Assembler:
         self.cut_of = {node: cut for cut in cuts for node in cut.nodes}
         self.sizes, self.experts = _routed_sizes(regions, cuts)
         self.results = {cut.name: self._results(cut) for cut in cuts}
+        origins = recording.origins.items()
+        self.state = {node for node, origin in origins if isinstance(origin, FromParameter | FromBuffer)}
 
     def pieces(self) -> list[CapturedChunk]:
         """Return the piece of every chunk, in the order of the cuts."""
-        pieces = [self._marker(cut) if cut.kind in _MARKERS else self._compute(cut) for cut in self.cuts]
+        nodes = {cut.name: self._with_copies(cut) for cut in self.cuts if cut.kind not in _MARKERS}
+        whole = [cut.name for cut in self.cuts if cut.kind == "compute"]
+        state, bundles = self.state, self.recording.bundles
+        runs = dict(zip(whole, split_chunks([nodes[name] for name in whole], state, bundles), strict=True))
+        pieces = [
+            self._compute(cut, nodes[cut.name], runs.get(cut.name, ()))
+            if cut.name in nodes
+            else self._marker(cut)
+            for cut in self.cuts
+        ]
         _check_buffers([piece.chunk for piece in pieces])
         return pieces
 
@@ -100,8 +105,10 @@ class Assembler:
         )
         return CapturedChunk(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)
 
-    def _compute(self, cut: Cut) -> CapturedChunk:
-        nodes = self._with_copies(cut)
+    def _compute(
+        self, cut: Cut, nodes: Sequence[fx.Node], runs: Sequence[Sequence[fx.Node]]
+    ) -> CapturedChunk:
+        """Return a chunk with code. runs: its nodes, cut into segments."""
         reads = self._reads(nodes)
         inputs, params, buffers = reads
         results = self.results[cut.name]
@@ -129,23 +136,23 @@ class Assembler:
                 rows=next(spec.shape[0] for spec in chunk.input_specs if spec.dynamic_rows),
                 counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
             )
-        body = self._body(nodes, results, experts)
-        runs = _split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
-        whole = cut.kind == "expert" or len(runs) == 1
-        segments = () if whole else self._segments(runs, reads, results)
+        body = self._body(nodes, reads, results, experts)
+        segments = self._segments(runs, reads, results) if len(runs) > 1 else ()
         return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
 
     def _body(
-        self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
+        self,
+        nodes: Sequence[fx.Node],
+        reads: Reads,
+        results: Sequence[fx.Node],
+        experts: Experts | None = None,
     ) -> Body:
-        reads = self._reads(nodes)
         return Body(
             graph=self._emitted(nodes, [node for group in reads for node in group], results),
             root=self.recording.root,
             inputs=tuple(_tensor(node) for node in reads[0]),
             params=tuple(_tensor(node) for node in reads[1]),
             buffers=tuple(_tensor(node) for node in reads[2]),
-            outputs=tuple(_tensor(node) for node in results),
             experts=experts,
         )
 
@@ -180,7 +187,7 @@ class Assembler:
         return graph
 
     def _segments(
-        self, runs: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
+        self, runs: Sequence[Sequence[fx.Node]], reads: Reads, results: Sequence[fx.Node]
     ) -> tuple[Segment, ...]:
         inputs, params, buffers = reads
         run_of = {node: number for number, run in enumerate(runs) for node in run}
@@ -196,7 +203,7 @@ class Assembler:
             own = self._reads(run)
             segments.append(
                 Segment(
-                    body=self._body(run, going),
+                    body=self._body(run, own, going),
                     inputs=tuple(outputs[node] if node in outputs else inputs.index(node) for node in own[0]),
                     params=tuple(params.index(node) for node in own[1]),
                     buffers=tuple(buffers.index(node) for node in own[2]),
@@ -212,7 +219,7 @@ class Assembler:
         nodes = upstream(own, lambda node: node in own or node in extra)
         return sorted(nodes, key=self.regions.order.__getitem__)
 
-    def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    def _reads(self, nodes: Sequence[fx.Node]) -> Reads:
         """Return the inputs, parameters and buffers that the nodes read, each in the order of first use."""
         inside = set(nodes)
         read = dict.fromkeys(
@@ -220,8 +227,7 @@ class Assembler:
         )
         params = [node for node in read if isinstance(self.recording.origins.get(node), FromParameter)]
         buffers = [node for node in read if isinstance(self.recording.origins.get(node), FromBuffer)]
-        state = {*params, *buffers}
-        return [node for node in read if node not in state], params, buffers
+        return [node for node in read if node not in self.state], params, buffers
 
     def _name(self, node: fx.Node) -> str:
         origin = self.recording.origins[node]
@@ -239,7 +245,7 @@ def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes,
     """Return the balanced size of every routed axis, and the experts of each expert chunk and marker."""
     balanced: dict[str, int] = {}
     rows: set[str] = set()
-    experts: dict[str, int] = {}
+    experts, behind = dict[str, int](), dict[fx.Node, int]()  # of chunks, and behind each route
     for cut in cuts:
         node = cut.nodes[0]
         if cut.kind == "route":
@@ -247,11 +253,9 @@ def _routed_sizes(regions: Regions, cuts: Sequence[Cut]) -> tuple[SymbolicSizes,
             routed, received = node.meta["example_value"]
             balanced |= {str(routed.shape[0]): x.shape[0], str(received.shape[0]): counts.shape[0]}
             rows.add(str(routed.shape[0]))
-            experts[cut.name] = counts.shape[0]
-    names = {cut.nodes[0]: cut.name for cut in cuts if cut.kind == "route"}
-    for cut in cuts:
-        if cut.kind in ("expert", "unroute"):
-            experts[cut.name] = experts[names[regions.areas[cut.nodes[0]]]]
+            experts[cut.name] = behind[node] = counts.shape[0]
+        elif cut.kind in ("expert", "unroute"):
+            experts[cut.name] = behind[regions.areas[node]]
     return SymbolicSizes(balanced, frozenset(rows)), experts
 
 
@@ -287,82 +291,3 @@ class _Modes:
             for arguments in mode.autocast:
                 self.open.append(self.graph.call_function(autocast_mode._enter_autocast, arguments))
         self.mode = mode
-
-
-def _split_nodes(
-    nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]
-) -> list[list[fx.Node]]:
-    """Cut nodes, in the order of the program, into segments. state: those of parameters and buffers."""
-    bounds = [*dict.fromkeys((0, *sorted(_ends(nodes, state, bundles)), len(nodes)))]
-    numbers: dict[Hashable, int] = {}
-    labels = [
-        numbers.setdefault(tuple(map(_likeness, nodes[begin:end])), len(numbers))
-        for begin, end in pairwise(bounds)
-    ]
-    return [[*nodes[begin:end]] for begin, end in pairwise((*_starts(bounds, labels), len(nodes)))]
-
-
-def _starts(bounds: Sequence[int], labels: Sequence[int]) -> list[int]:
-    """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between."""
-    # Layers that repeat are a segment each, so that none is traced together with what is before and behind
-    # all of them. There, and where nothing repeats, segments are as short as is worth it.
-    saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
-    for run in repeated_runs(labels, range(1, min(LONGEST, len(labels) // 2) + 1)):
-        size = bounds[run.start + run.period] - bounds[run.start]
-        if size >= LEAST and (run.times - 1) * size > saved:
-            saved = (run.times - 1) * size
-            layers = range(run.start, run.start + run.times * run.period, run.period)
-    if not layers:
-        return _long(bounds)
-    before, after = layers.start, layers.stop
-    return [
-        *(_starts(bounds[: before + 1], labels[:before]) if before else []),
-        *(bounds[layer] for layer in layers),
-        *(_starts(bounds[after:], labels[after:]) if after < len(labels) else []),
-    ]
-
-
-def _long(bounds: Sequence[int]) -> list[int]:
-    """Return where segments begin that all have as many nodes as are worth one."""
-    starts = [bounds[0]]
-    for position in bounds[1:]:
-        if position - starts[-1] >= LEAST and bounds[-1] - position >= LEAST:
-            starts.append(position)
-    return starts
-
-
-def _likeness(node: fx.Node) -> Hashable:
-    """Return the properties that nodes of equal layers share. Whether bodies are equal is found out later."""
-    result = value(node)
-    if not isinstance(result, Tensor):
-        return node.op, node.target
-    return node.op, node.target, result.dtype, tuple(n if isinstance(n, int) else None for n in result.shape)
-
-
-def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]) -> set[int]:
-    """Return the positions before which a segment may end."""
-    first = {node: position for position, node in enumerate(nodes)}
-    last: dict[fx.Node, int] = {}
-    for position, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            first.setdefault(source, position if source in state else -1)  # inputs: from the beginning
-            last[source] = position
-    written = written_memory(nodes)
-    trained: list[tuple[int, int, int]] = []  # values that need a gradient and go on past positions
-    blocked: list[tuple[int, int, int]] = []  # reasons not to end before a position
-    for node, end in last.items():
-        result = value(node)
-        if not isinstance(result, Tensor) or not _plain(result) or memory_of(node) in written:
-            blocked.append((first[node] + 1, end, 1))
-        elif node not in state and result.requires_grad:
-            trained.append((first[node] + 1, end, 1))
-    for position, (before, node) in enumerate(pairwise(nodes), start=1):
-        if node in bundles and bundles[node] == bundles.get(before):
-            blocked.append((position, position, 1))
-    sums = zip(interval_sums(len(nodes), trained), interval_sums(len(nodes), blocked), strict=True)
-    return {position for position, (values, reasons) in enumerate(sums) if values <= 1 and not reasons}
-
-
-def _plain(value: Tensor) -> bool:
-    """Return whether a value can pass between segments as it is: contiguous, and of known size."""
-    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()

@@ -89,6 +89,9 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     """
     order = {node: position for position, node in enumerate(recording.graph.nodes)}
     owners = {memory_of(node): node for node in recording.origins}
+    sharing: dict[int | None, list[fx.Node]] = {}  # the nodes that see the same memory
+    for node in order:
+        sharing.setdefault(memory_of(node), []).append(node)
     entangled = []
     for node in list(recording.graph.nodes):
         if node.op == "call_method" and node.target in _RESHAPES:
@@ -97,19 +100,20 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
             node.target = _RESHAPES[node.target]
             _replace_later(written, node, order)
         for written in writes(node):
-            owner = owners.get(memory_of(written))
+            memory = memory_of(written)
+            owner = owners.get(memory)
             _check_owner(node, written, owner, recording.origins.get(owner) if owner else None)
             if written is owner and isinstance(recording.origins[owner], FromBuffer):
                 continue  # comes out of the chunk as a new value of the buffer
             if node.target is operator.setitem:
                 node.target = store
                 node.meta["example_value"] = value(written)
-            if isinstance(value(node), Tensor) and memory_of(node) == memory_of(written):
+                sharing[memory].append(node)
+            if isinstance(value(node), Tensor) and memory_of(node) == memory:
                 _replace_later(written, node, order)
             # A view made after the write already depends on it.
-            memory = memory_of(written)
-            same = (other for other in recording.graph.nodes if memory_of(other) == memory)
-            aliases = [other for other in same if order[other] < order[node]] if memory is not None else []
+            same = sharing[memory] if memory is not None else ()
+            aliases = [other for other in same if order[other] < order[node]]
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
             if seen:
                 entangled.append(Entangled(write=node, nodes=frozenset([node, *aliases, *seen])))

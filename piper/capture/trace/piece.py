@@ -26,7 +26,6 @@ class Body:
     inputs: tuple[Tensor, ...]  # fakes of what the placeholders take
     params: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
     experts: Experts | None = None
 
 

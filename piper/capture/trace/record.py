@@ -259,14 +259,18 @@ class _GraphCopier:
         if str(node.target).startswith("random_value_"):  # Dynamo's name for what Python's random drew
             raise drawn_once(node)
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
+            hint = "make it known: self.register_buffer(name, tensor, persistent=False)"
             modules = self.captured.named_modules()
-            names = (f"{path}.{name}" for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
-            held = (name.removeprefix("model.") for name in names)
+            held = ((path, name) for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
+            owner, name = next(held, ("", str(node.target)))
+            if owner:  # the class of which may not be the user's
+                register = f"{owner}.register_buffer({name!r}, vars({owner}).pop({name!r}), persistent=False)"
+                hint += f"; outside the class: {register}"
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",
-                facts={"tensor": next(held, str(node.target))},
-                hint="make it known: self.register_buffer(name, tensor, persistent=False)",
+                facts={"tensor": f"{owner}.{name}".removeprefix("model.").removeprefix(".")},
+                hint=hint,
             )
         self.constants[node.name] = tensor.detach().contiguous()
         return Constant(name=node.name)

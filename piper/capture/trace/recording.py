@@ -33,6 +33,8 @@ class FromBuffer:
 
 
 OWN_ROWS = "axes of own rows"  # of a route's meta: axes along which each device routes rows of its own
+# By name: the operations live outside this package
+_ROUTING: Mapping[str, Literal["route", "unroute"]] = {"piper.route": "route", "piper.unroute": "unroute"}
 Origin = Batch | Constant | AxisPosition | FromParameter | FromBuffer
 
 
@@ -144,10 +146,4 @@ def marker(node: fx.Node) -> Literal["route", "unroute", "collective"] | None:
     """Return what a node that becomes a chunk of its own is: an end of an expert region, or a collective."""
     if is_collective(node):
         return "collective"
-    if node.op == "call_function":
-        name = str(node.target)  # by name: the operations live outside this package
-        if name in ("piper.route.default", "piper.route"):
-            return "route"
-        if name in ("piper.unroute.default", "piper.unroute"):
-            return "unroute"
-    return None
+    return _ROUTING.get(str(node.target).removesuffix(".default")) if node.op == "call_function" else None

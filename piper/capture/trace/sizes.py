@@ -5,8 +5,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.ir.chunk import TensorSpec
+
+ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 
 
 class SymbolicSizes:
@@ -49,6 +53,15 @@ class SymbolicSizes:
             storage=storage,
             dynamic_rows=self.routed(value),
         )
+
+
+def unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
+    """Return a symbolic number of rows of which a trace knows only that it is a size."""
+    source = ConstantSource("rows")
+    symbol = shapes.create_symbol(ROWS_WHILE_TRACING, source, dynamic_dim=DimDynamic.DYNAMIC)
+    rows = shapes.create_symintnode(symbol, hint=ROWS_WHILE_TRACING, source=source)
+    assert isinstance(rows, torch.SymInt)
+    return rows
 
 
 def _symbols(size: int | torch.SymInt) -> Iterable[object]:
