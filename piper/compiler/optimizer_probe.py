@@ -36,7 +36,6 @@ from piper.runtime.trainers import (
     small_sizes,
     telling,
     try_scheduler,
-    whole_view,
 )
 
 STEPS = 4
@@ -83,7 +82,8 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return OptimizerFacts(state_bytes=0)
-    whole, small = whole_view(sizes), small_sizes(sizes, trained)
+    whole = tuple(ParameterPart(name=name) for name in sizes)  # as in plain PyTorch, in the model's order
+    small = small_sizes(sizes, trained)
     double = any(bucket.dtype == "float64" for bucket in trained)
     dtype = torch.float64 if double else torch.float32  # what optimizers see: master copies of shorter types
     try:

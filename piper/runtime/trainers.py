@@ -109,20 +109,15 @@ def small_pieces(
             yield replace(part, run=(rank * own, min(length, (rank + 1) * own)))
 
 
-def whole_view(names: Iterable[str]) -> Parts:
-    """Return what an optimizer is given in plain PyTorch: every parameter, whole, in the model's order."""
-    return tuple(ParameterPart(name=name) for name in names)
-
-
-def hollow(parts: Parts, sizes: Sizes) -> list[tuple[str, Tensor]]:
-    """Return the names of some parts, with tensors of their true shapes that take no memory."""
+def hollow(sizes: Sizes) -> list[tuple[str, Tensor]]:
+    """Return the names of parameters, with tensors of their true shapes that take no memory."""
     mode, device = FakeTensorMode(), torch.device("cpu")
 
     def empty(shape: tuple[int, ...]) -> Tensor:  # `torch.empty` in the mode takes three times as long
         tensor: Tensor = FakeTensor(mode, torch.empty(shape, device="meta"), device)
         return tensor.requires_grad_()
 
-    return [(part.name, empty(part.shape(sizes[part.name]))) for part in parts]
+    return [(name, empty(shape)) for name, shape in sizes.items()]
 
 
 def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
@@ -179,7 +174,7 @@ def build_optimizer(
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
-    whole = hollow(whole_view(sizes), sizes)
+    whole = hollow(sizes)
     try:
         optimizer = make_optimizer(make, whole)
     except ConfigError as error:
@@ -296,7 +291,7 @@ def empty_optimizer(make: MakeOptimizer, sizes: Sizes) -> Optimizer | None:
     if not sizes:
         return None
     try:
-        return make_optimizer(make, hollow(whole_view(sizes), sizes))
+        return make_optimizer(make, hollow(sizes))
     except ConfigError as error:
         if not looks_at_values(error):
             raise

@@ -36,7 +36,7 @@ from piper.recipe import file_and_function
 from piper.run.checkpointing import LET_SAVE, checkpoints_of, past_of, prepare_saves
 from piper.run.driver_checkpoints import write_start
 from piper.runtime.setup import build_model
-from piper.runtime.trainers import Sizes, advance, hollow, make_optimizer, make_scheduler, whole_view
+from piper.runtime.trainers import Sizes, advance, hollow, make_optimizer, make_scheduler
 from piper.train.run_folder import ABOUT, choose, claim, locked, prepare, read_about
 
 CLOSE = 1e-6  # of a learning rate: the file's and the schedule's are equal up to rounding
@@ -264,7 +264,7 @@ def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: to
 
 def grouped(job: Job, sizes: Sizes) -> tuple[Optimizer, list[list[str]]]:
     """Return a job's optimizer over parameters without elements, and the names in each of its groups."""
-    named = hollow(whole_view(sizes), sizes)
+    named = hollow(sizes)
     optimizer = make_optimizer(job.optimizer, named)
     names = {id(tensor): name for name, tensor in named}
     return optimizer, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
