@@ -60,13 +60,16 @@ def form_of(env: Env, ins: Instr) -> Form:
 
 def copy(env: Env, ins: Instr) -> Bound:
     """Copy a value, or some of its rows, to another slot of the same device."""
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     cut = row_cut(ins)
+    return writing(env, ins, lambda value: rows.clone() if (rows := cut(value)) is value else rows)
+
+
+def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
+    """Bind an instruction that writes what an act makes of the values it reads."""
+    slots, sources, target = env.slots, [*map(env.at, ins.reads)], env.at(ins.writes[0])
 
     def run() -> None:
-        value = cast(Tensor, slots[source])
-        part = cut(value)
-        slots[target] = part.clone() if part is value else part
+        slots[target] = act(*[slots[source] for source in sources])
 
     return run
 
@@ -86,22 +89,12 @@ def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
 
 def concat(env: Env, ins: Instr) -> Bound:
     """Join the pieces of a value along the samples."""
-    slots, sources, target = env.slots, [env.at(slot) for slot in ins.reads], env.at(ins.writes[0])
-
-    def run() -> None:
-        slots[target] = torch.cat([cast(Tensor, slots[source]) for source in sources])
-
-    return run
+    return writing(env, ins, lambda *pieces: torch.cat(pieces))
 
 
 def add(env: Env, ins: Instr) -> Bound:
     """Sum two gradients of one value."""
-    slots, (left, right), target = env.slots, map(env.at, ins.reads), env.at(ins.writes[0])
-
-    def run() -> None:
-        slots[target] = cast(Tensor, slots[left]) + cast(Tensor, slots[right])
-
-    return run
+    return writing(env, ins, torch.add)
 
 
 def counts(env: Env, ins: Instr) -> Bound:
@@ -152,20 +145,12 @@ def exchange(env: Env, ins: Instr) -> Bound:
 
 def collect(env: Env, ins: Instr) -> Bound:
     """Bring a sharded value into another layout."""
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     how = ins.collects.how
-    work: Callable[[Tensor], Tensor]
-    if how.op == "slice":
-        assert how.cut is not None
-        place = ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
-        work = partial(part, shard=how.cut, degree=how.degree, place=place)
-    else:
-        work = partial(OPERATIONS[how.op], env.group(ins), how)
-
-    def run() -> None:
-        slots[target] = work(cast(Tensor, slots[source]))
-
-    return run
+    if how.op != "slice":
+        return writing(env, ins, partial(OPERATIONS[how.op], env.group(ins), how))
+    assert how.cut is not None
+    place = ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
+    return writing(env, ins, partial(part, shard=how.cut, degree=how.degree, place=place))
 
 
 def all_gather(group: Group, how: Collective, value: Tensor) -> Tensor:
