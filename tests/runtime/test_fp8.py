@@ -128,7 +128,7 @@ def test_as_many_tokens_as_samples_are_compared_slice_by_slice() -> None:
 
 def test_a_loss_that_is_a_sum_is_wrong_also_where_rows_are_unsure() -> None:
     def total(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        error = (model(batch["x"]) - batch["y"]).square()
+        error: Tensor = (model(batch["x"]) - batch["y"]).square()
         return error.mean() * error.numel()
 
     square = [{name: field[:TOKENS] for name, field in batch.items()} for batch in data()]
