@@ -180,3 +180,13 @@ class Env:
         """Return the group of this device that an instruction communicates within."""
         assert ins.comm is not None, f"{ins.node} has no communicator"
         return self.comms.group(ins.comm)
+
+
+def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
+    """Bind an instruction that writes what an act makes of the values it reads."""
+    slots, sources, target = env.slots, [*map(env.at, ins.reads)], env.at(ins.writes[0])
+
+    def run() -> None:
+        slots[target] = act(*[slots[source] for source in sources])
+
+    return run

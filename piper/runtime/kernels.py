@@ -13,7 +13,7 @@ from piper.plan.ops import Op, Routing, Rows
 from piper.runtime import gradients
 from piper.runtime.comm.base import Form, Group
 from piper.runtime.compute import compute, load
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
 from piper.runtime.group_means import average, merge
 from piper.runtime.host_copies import fetch, mirror, offload, protect
@@ -62,16 +62,6 @@ def copy(env: Env, ins: Instr) -> Bound:
     """Copy a value, or some of its rows, to another slot of the same device."""
     cut = row_cut(ins)
     return writing(env, ins, lambda value: rows.clone() if (rows := cut(value)) is value else rows)
-
-
-def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
-    """Bind an instruction that writes what an act makes of the values it reads."""
-    slots, sources, target = env.slots, [*map(env.at, ins.reads)], env.at(ins.writes[0])
-
-    def run() -> None:
-        slots[target] = act(*[slots[source] for source in sources])
-
-    return run
 
 
 def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
@@ -131,16 +121,14 @@ def counts(env: Env, ins: Instr) -> Bound:
 
 def exchange(env: Env, ins: Instr) -> Bound:
     """Send rows to their experts, or back."""
-    group, slots = env.group(ins), env.slots
-    (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
+    group = env.group(ins)
     assert isinstance(ins.payload, Routing)
     outward, backward = ins.payload.outward, ins.payload.run.phase != "F"
 
-    def run() -> None:
-        value, how = cast(Tensor, slots[rows]), cast("Splits | Blocks", slots[splits])
-        slots[target] = how.outward(group, value, gradients=backward) if outward else how.back(group, value)
+    def moved(rows: Tensor, how: Splits | Blocks) -> Tensor:
+        return how.outward(group, rows, gradients=backward) if outward else how.back(group, rows)
 
-    return run
+    return writing(env, ins, moved)
 
 
 def collect(env: Env, ins: Instr) -> Bound:

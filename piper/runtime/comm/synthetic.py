@@ -10,7 +10,6 @@ would take.
 import functools
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter, sleep
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plans
 from piper.runtime.accelerator import module
 from piper.runtime.comm.base import Comms, Form, Group
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.expert_exchange import Splits
 
 BLOCK = 2**28  # bytes of one copy at most
@@ -110,15 +109,14 @@ def totalled(env: Env, ins: Instr) -> Bound:
     """Sum up a step as if the other devices had seen samples: gradients are divided by the total weight."""
     # A device without the loss has no weight of its own. Dividing by 0 would fill its parameters with NaN,
     # which a GPU multiplies a fifth faster than numbers, because all products are the same.
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     weight = env.setup.plans.places["weight"]
 
-    def run() -> None:
-        sums = cast(Tensor, slots[source]).clone()
+    def sums_of(mine: Tensor) -> Tensor:
+        sums = mine.clone()
         sums[weight].clamp_(min=1.0)
-        slots[target] = sums
+        return sums
 
-    return run
+    return writing(env, ins, sums_of)
 
 
 class Sleeper:
