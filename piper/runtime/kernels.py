@@ -36,14 +36,8 @@ def send(env: Env, ins: Instr) -> Bound:
 def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
-    pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
     assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
-    form = form_of(env, env.sent(ins))
-
-    def run() -> None:
-        slots[target] = pipe.recv(form)
-
-    return run
+    return writing(env, ins, partial(env.comms.incoming(ins.comm).recv, form_of(env, env.sent(ins))))
 
 
 def form_of(env: Env, ins: Instr) -> Form:
