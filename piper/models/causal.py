@@ -35,26 +35,18 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.layers:
-            raise ConfigError(
-                "every stage needs a layer",
-                by="Config",
-                facts={"stages": str(self.stages), "layers": str(self.layers)},
-                hint=f"choose stages from 1 to {self.layers}",
-            )
+            hint = f"choose stages from 1 to {self.layers}"
+            raise self.wrong("every stage needs a layer", hint, "stages", "layers")
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                "query heads cannot share key and value heads evenly",
-                by="Config",
-                facts={"heads": str(self.heads), "kv_heads": str(self.kv_heads)},
-                hint="choose kv_heads that divides heads",
-            )
+            what = "query heads cannot share key and value heads evenly"
+            raise self.wrong(what, "choose kv_heads that divides heads", "heads", "kv_heads")
         if self.head_dim % 2:
-            raise ConfigError(
-                "rotary positions turn features in pairs",
-                by="Config",
-                facts={"head_dim": str(self.head_dim)},
-                hint="choose an even head_dim",
-            )
+            what = "rotary positions turn features in pairs"
+            raise self.wrong(what, "choose an even head_dim", "head_dim")
+
+    def wrong(self, what: str, hint: str, *names: str) -> ConfigError:
+        """Return the error of sizes that do not fit together, with these names."""
+        return ConfigError(what, by="Config", facts={n: str(getattr(self, n)) for n in names}, hint=hint)
 
     @property
     def rotary(self) -> int:

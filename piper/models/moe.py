@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from piper.errors import ConfigError
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
 from piper.models.layers import Attention, Block, gated_experts
 
@@ -23,12 +22,8 @@ class Config(Sizes):
     def __post_init__(self) -> None:
         Sizes.__post_init__(self)  # super() does not find the class that slots=True makes
         if not 1 <= self.top_k <= self.experts:
-            raise ConfigError(
-                "a token cannot go to that many experts",
-                by="Config",
-                facts={"top_k": str(self.top_k), "experts": str(self.experts)},
-                hint=f"choose top_k from 1 to {self.experts}",
-            )
+            hint = f"choose top_k from 1 to {self.experts}"
+            raise self.wrong("a token cannot go to that many experts", hint, "top_k", "experts")
 
     @classmethod
     def tiny(cls, *, layers: int = 2, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":

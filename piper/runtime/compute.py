@@ -63,7 +63,7 @@ def with_flat_gradients(
 ) -> tuple[Boxed, list[tuple[int, Members]]]:
     """Return the call of a backward that writes or adds to flat gradients, and what of `several` is left."""
     boxed_into = cast("Callable[..., Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
-    layouts = given_buckets(env, chunk, spec.grad_params)
+    layouts = layouts_with(env, chunk, spec.grad_params)
     flat = [any(name in layout.index for name in spec.in_place) for layout in layouts]
     buckets = [pair for pair, fills in zip(zip(several, layouts, strict=True), flat, strict=True) if fills]
     left = [each for each, fills in zip(several, flat, strict=True) if not fills]
@@ -150,10 +150,9 @@ def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple
     reads = iter(env.at(slot) for slot in ins.reads if slot not in sums)
     wanted = [(next(reads), ITSELF) for _ in spec.inputs]
     found: dict[str, tuple[int, int]] = {}
-    for layout in env.layouts.values():
-        if chunk.name in layout.bucket.chunks and any(name in layout.index for name in spec.params):
-            slot = next(reads)
-            found.update({name: (slot, i) for name, i in layout.index.items()})
+    for layout in layouts_with(env, chunk, spec.params):
+        slot = next(reads)
+        found.update({name: (slot, i) for name, i in layout.index.items()})
     wanted += [found[name] for name in spec.params]
     wanted += [(next(reads), ITSELF) for _ in spec.buffers]
     saved: dict[int, tuple[int, int]] = {}
@@ -188,14 +187,14 @@ def results(
         if phase == "BI" and chunk.carried:
             several.append((next(writes), [first + i for i in range(len(chunk.carried))]))
         place = {name: first + i for i, name in enumerate(spec.grad_params)}
-        for layout in given_buckets(env, chunk, spec.grad_params):
+        for layout in layouts_with(env, chunk, spec.grad_params):
             several.append((next(writes), [place.get(piece.name) for piece in layout.bucket.pieces]))
     assert next(writes, None) is None, f"{ins.node} writes more than {chunk.name} gives"
     return single, several
 
 
-def given_buckets(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
-    """Return the buckets that a chunk gives gradients of some parameters to."""
+def layouts_with(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
+    """Return the layouts of a chunk's buckets that hold some of its parameters."""
     return [
         layout
         for layout in env.layouts.values()

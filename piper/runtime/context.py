@@ -117,6 +117,7 @@ class Env:
         # ^ of a step that is run again, for each block: its room, and what it would need, in even shares
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
         self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self.sends: dict[int, dict[tuple[str, str | None], Instr]] = {}  # to this device, by sender
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:
         """Return the initial value of a slot that outlives the step."""
@@ -147,6 +148,15 @@ class Env:
         """Return the number of a slot."""
         return self.index[slot]
 
+    def sent(self, ins: Instr) -> Instr:
+        """Return the send, on another device, of what an instruction receives."""
+        assert ins.comm is not None
+        sender, _ = self.setup.plans.comms[ins.comm].pair_to(self.device)
+        if sender not in self.sends:
+            sends = (each for each in self.setup.plans.of(sender).instrs if each.op == "send")
+            self.sends[sender] = {(each.node, each.comm): each for each in sends}
+        return self.sends[sender][ins.node, ins.comm]
+
     def clones_behind(self, route: str) -> str:
         """Return the chunk of experts that a route sends rows to if they have clones. Else an empty name."""
         sources = ((name, self.chunks[name].inputs[0]) for name in self.clones)
@@ -170,3 +180,13 @@ class Env:
         """Return the group of this device that an instruction communicates within."""
         assert ins.comm is not None, f"{ins.node} has no communicator"
         return self.comms.group(ins.comm)
+
+
+def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
+    """Bind an instruction that writes what an act makes of the values it reads."""
+    slots, sources, target = env.slots, [*map(env.at, ins.reads)], env.at(ins.writes[0])
+
+    def run() -> None:
+        slots[target] = act(*[slots[source] for source in sources])
+
+    return run

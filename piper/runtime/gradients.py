@@ -10,7 +10,7 @@ from piper.ir.ids import OF_STEP
 from piper.plan.instr import Instr
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Resharding
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.fp8_gathers import gather_in_fp8
 
 BLOCK = 1024  # elements whose squares are added up in the gradient's own type
@@ -125,18 +125,15 @@ def gather(env: Env, ins: Instr) -> Bound:
 
 def reshard(env: Env, ins: Instr) -> Bound:
     """Bring slices of gradients to the devices that update parameters in full, or slices of these back."""
-    group, holding, slots = env.group(ins), env.state.holdings[ins.bucket], env.slots
+    group, holding = env.group(ins), env.state.holdings[ins.bucket]
     how = Resharding(holding.bucket, env.state.device)
-    source, target = env.at(ins.reads[0]), env.at(ins.writes[0])
-
-    def assemble() -> None:
-        (slices,) = parts_of(slots[source])
-        slots[target] = how.assemble(group, slices)
 
     def spread() -> None:
         how.spread(group, holding.trained.detach(), holding.own)
 
-    return spread if ins.reads == ins.writes else assemble
+    if ins.reads == ins.writes:
+        return spread
+    return writing(env, ins, lambda slices: how.assemble(group, *parts_of(slices)))
 
 
 def norm(env: Env, ins: Instr) -> Bound:
@@ -187,13 +184,7 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 def total(env: Env, ins: Instr) -> Bound:
     """Compute the step's sums over all devices."""
     group = env.group(ins) if ins.comm is not None else None
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-
-    def run() -> None:
-        mine = cast(Tensor, slots[source])
-        slots[target] = mine if group is None else group.all_reduce(mine)
-
-    return run
+    return writing(env, ins, lambda mine: mine if group is None else group.all_reduce(mine))
 
 
 def update(env: Env, ins: Instr) -> Bound:

@@ -13,7 +13,7 @@ from piper.plan.ops import Op, Routing, Rows
 from piper.runtime import gradients
 from piper.runtime.comm.base import Form, Group
 from piper.runtime.compute import compute, load
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
 from piper.runtime.group_means import average, merge
 from piper.runtime.host_copies import fetch, mirror, offload, protect
@@ -23,10 +23,12 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins), Form()
+    cut, form = row_cut(ins), form_of(env, ins)
 
     def run() -> None:
-        pipe.send(cut(cast(Tensor, slots[source])), form)
+        value = cut(cast(Tensor, slots[source]))
+        assert (value.shape, value.dtype) == (form.shape, form.dtype), f"{ins.node} sends another form"
+        pipe.send(value)
 
     return run
 
@@ -34,27 +36,26 @@ def send(env: Env, ins: Instr) -> Bound:
 def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
-    pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
     assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
-    form = Form()
+    return writing(env, ins, partial(env.comms.incoming(ins.comm).recv, form_of(env, env.sent(ins))))
 
-    def run() -> None:
-        slots[target] = pipe.recv(form)
 
-    return run
+def form_of(env: Env, ins: Instr) -> Form:
+    """Return the shape and type of what a send moves: a value between chunks, or some of its rows."""
+    slot = ins.reads[0]
+    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    chunk = env.chunks[slot.owner]
+    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
+    shape = spec.shape
+    if isinstance(rows := ins.payload, Rows):
+        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
+    return Form(shape, getattr(torch, spec.dtype))
 
 
 def copy(env: Env, ins: Instr) -> Bound:
     """Copy a value, or some of its rows, to another slot of the same device."""
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     cut = row_cut(ins)
-
-    def run() -> None:
-        value = cast(Tensor, slots[source])
-        part = cut(value)
-        slots[target] = part.clone() if part is value else part
-
-    return run
+    return writing(env, ins, lambda value: rows.clone() if (rows := cut(value)) is value else rows)
 
 
 def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
@@ -72,22 +73,12 @@ def row_cut(ins: Instr) -> Callable[[Tensor], Tensor]:
 
 def concat(env: Env, ins: Instr) -> Bound:
     """Join the pieces of a value along the samples."""
-    slots, sources, target = env.slots, [env.at(slot) for slot in ins.reads], env.at(ins.writes[0])
-
-    def run() -> None:
-        slots[target] = torch.cat([cast(Tensor, slots[source]) for source in sources])
-
-    return run
+    return writing(env, ins, lambda *pieces: torch.cat(pieces))
 
 
 def add(env: Env, ins: Instr) -> Bound:
     """Sum two gradients of one value."""
-    slots, (left, right), target = env.slots, map(env.at, ins.reads), env.at(ins.writes[0])
-
-    def run() -> None:
-        slots[target] = cast(Tensor, slots[left]) + cast(Tensor, slots[right])
-
-    return run
+    return writing(env, ins, torch.add)
 
 
 def counts(env: Env, ins: Instr) -> Bound:
@@ -124,34 +115,24 @@ def counts(env: Env, ins: Instr) -> Bound:
 
 def exchange(env: Env, ins: Instr) -> Bound:
     """Send rows to their experts, or back."""
-    group, slots = env.group(ins), env.slots
-    (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
+    group = env.group(ins)
     assert isinstance(ins.payload, Routing)
     outward, backward = ins.payload.outward, ins.payload.run.phase != "F"
 
-    def run() -> None:
-        value, how = cast(Tensor, slots[rows]), cast("Splits | Blocks", slots[splits])
-        slots[target] = how.outward(group, value, gradients=backward) if outward else how.back(group, value)
+    def moved(rows: Tensor, how: Splits | Blocks) -> Tensor:
+        return how.outward(group, rows, gradients=backward) if outward else how.back(group, rows)
 
-    return run
+    return writing(env, ins, moved)
 
 
 def collect(env: Env, ins: Instr) -> Bound:
     """Bring a sharded value into another layout."""
-    slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     how = ins.collects.how
-    work: Callable[[Tensor], Tensor]
-    if how.op == "slice":
-        assert how.cut is not None
-        place = ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
-        work = partial(part, shard=how.cut, degree=how.degree, place=place)
-    else:
-        work = partial(OPERATIONS[how.op], env.group(ins), how)
-
-    def run() -> None:
-        slots[target] = work(cast(Tensor, slots[source]))
-
-    return run
+    if how.op != "slice":
+        return writing(env, ins, partial(OPERATIONS[how.op], env.group(ins), how))
+    assert how.cut is not None
+    place = ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
+    return writing(env, ins, partial(part, shard=how.cut, degree=how.degree, place=place))
 
 
 def all_gather(group: Group, how: Collective, value: Tensor) -> Tensor:

@@ -97,22 +97,22 @@ class Group(ABC):
         return self.swap([flat[:0]] * self.size, [len(flat)] + [0] * others)[0].view(value.shape)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Form:
-    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
+    """The shape and type of what one transfer moves: the same in every step."""
 
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # None: not learnt yet
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Pipe(Protocol):
     """One end of a first-in first-out connection between two devices."""
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
-        """Return the next value that arrives."""
+        """Return the next value that arrives, which has this form."""
 
 
 class Comms(ABC):
