@@ -85,9 +85,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not gc.get_freeze_count():  # a test may run pytest in this process, whose heap is large by then
         gc.collect()
         gc.freeze()
-        gc.set_threshold(
-            20_000, 20, 20
-        )  # graphs and plans are many objects that live on: looking at each took 5 %
+        # Graphs and plans are many objects that live on: looking at each took 5 %, and single passes took seconds.
+        gc.set_threshold(20_000, 20, 20)
+        gc.callbacks.append(freeze_survivors)
+
+
+def freeze_survivors(phase: str, about: dict[str, int]) -> None:
+    """Take what has survived a full collection out of the garbage collector's sight. `gc.unfreeze()` brings it back."""
+    if phase == "stop" and about["generation"] == 2:
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
