@@ -86,7 +86,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.collect()
         gc.freeze()
         # Graphs and plans are many objects that live on: looking at each took 5 %, and single passes took seconds.
-        gc.set_threshold(20_000, 20, 20)
+        gc.set_threshold(100_000, 10, 10)
         gc.callbacks.append(freeze_survivors)
 
 

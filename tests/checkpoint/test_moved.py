@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,18 @@ def test_an_index_that_would_run_code_runs_none(folder: Path, tmp_path: Path) ->
             (copy / ".metadata").write_bytes(pickle.dumps({"a": [call]}, protocol=protocol))
             assert "which is no record of DCP" in refusal(copy)
     assert not witness.exists()
+
+
+def test_an_index_of_an_early_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2, which Debian has, pickles a member of an enum as an attribute of its class."""
+
+    def attribute(self: Enum, protocol: int) -> object:
+        return getattr, (type(self), self.name)
+
+    monkeypatch.setattr(Enum, "__reduce_ex__", attribute)
+    dcp_save({"weight": torch.arange(6.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp/.metadata").read_bytes()
+    assert torch.equal(DcpFolder(tmp_path / "dcp")["weight"], torch.arange(6.0))
 
 
 def test_a_value_that_would_run_code_runs_none(tmp_path: Path) -> None:
