@@ -163,11 +163,15 @@ def check_settings(job: Job) -> None:
 
 def check_parts(job: Job) -> None:
     """Refuse parts of a job that are of another class: its checkpoint, evaluation, buckets and callbacks."""
-    for kind, article, arguments in PARTS:
-        part = getattr(job, kind.__name__.lower())
-        what = f"{kind.__name__.lower()} is {type(part).__name__}, not {article} {kind.__name__}"
-        hint = f"give a piper.{kind.__name__}({arguments}), or leave it out"
-        need(part is None or isinstance(part, kind), what, hint)
+    what = f"checkpoint is {type(job.checkpoint).__name__}, not a Checkpoint"
+    hint = 'give a piper.Checkpoint(folder="checkpoints"), or leave it out'
+    need(job.checkpoint is None or isinstance(job.checkpoint, Checkpoint), what, hint)
+    what = f"evaluate is {type(job.evaluate).__name__}, not an Evaluate"
+    hint = "give a piper.Evaluate(data=..., every=...), or leave it out"
+    need(job.evaluate is None or isinstance(job.evaluate, Evaluate), what, hint)
+    what = f"buckets is {type(job.buckets).__name__}, not a Buckets"
+    hint = 'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out'
+    need(job.buckets is None or isinstance(job.buckets, Buckets), what, hint)
     example = "callbacks=[piper.callbacks.EarlyStopping()]"
     what = f"callbacks is {type(job.callbacks).__name__}, not a list"
     need(isinstance(job.callbacks, Sequence), what, f"put callbacks in a list: {example}")
@@ -277,11 +281,6 @@ CALLABLES = {
     "data": "give a function that returns the batches: data=lambda: loader",
     "optimizer": "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
-PARTS: tuple[tuple[type, str, str], ...] = (
-    (Checkpoint, "a", 'folder="checkpoints"'),
-    (Evaluate, "an", "data=..., every=..."),
-    (Buckets, "a", 'lengths=[128, 256], pad={"tokens": 0, "labels": -100}'),
-)
 A_LOSS = 'give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
 
 

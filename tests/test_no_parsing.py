@@ -44,6 +44,7 @@ ALLOWED = {
     "checkpoint/folder.py": "names of folders",
     "checkpoint/huggingface.py": "names of tensors in somebody else's files",
     "checkpoint/json_state.py": "a type of torch's, by its name",
+    "checkpoint/metadata.py": "names of files",
     "checkpoint/plain_state.py": "names of tensors in somebody else's files",
     "checkpoint/target.py": "names of folders and files",
     "directives/base.py": "the file that a directive is written in; the form of a stream's name",
