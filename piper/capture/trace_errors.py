@@ -33,7 +33,7 @@ _INSTEAD = {
     r"`ContextVar`": "read the variable in the model's constructor, into an attribute; what changes from "
     "step to step belongs in the batch",
     r"`torch\.autograd\.grad`|Tensor\.backward\(": "write torch.func.grad(function)(x), which can be traced",
-    r"UserDefinedObjectVariable\(Generator\)|torch\._C\.Generator|`manual_seed`": "draw without a "
+    r"\b(UserDefinedObjectVariable\(|torch\._C\.|module>\.)Generator\b|`manual_seed`": "draw without a "
     "generator: the job's seed decides what each step draws",
     r"\.repeat_interleave\(": "write w[torch.repeat_interleave(counts, output_size=rows.shape[0])]",
     r"\bRandom\.\w+|\b(np|numpy)\.random\.": _DRAW,

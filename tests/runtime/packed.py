@@ -78,7 +78,8 @@ class Layer(nn.Module):
             assert isinstance(mask, Tensor)  # the offsets of documents that lie end to end
             q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
             size = x.shape[1]
-            out = varlen_attn(q, k, v, mask, mask, size, size, window_size=(-1, 0), enable_gqa=True)
+            attend: Callable[..., object] = varlen_attn  # that of torch 2.11 has no `enable_gqa`
+            out = attend(q, k, v, mask, mask, size, size, window_size=(-1, 0), enable_gqa=True)
             assert isinstance(out, Tensor)
             y = out.unflatten(0, x.shape[:2]).transpose(1, 2)
         elif isinstance(mask, Tensor):

@@ -115,7 +115,7 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
 def _marked(forward: Callable[..., object], mark: dict[str, Mark]) -> Callable[..., object]:
     """Return the forward of a module that opens a region. A copy of the module calls its own."""
     # Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
-    wrap = traceback.annotate_fn(mark)
+    wrap: Callable[[Callable[..., object]], Callable[..., object]] = traceback.annotate_fn(mark)
     if isinstance(forward, MethodType):  # `copy.deepcopy` binds it to the copy, and keeps other functions
         return MethodType(wrap(forward.__func__), forward.__self__)
     return wrap(forward)

@@ -62,6 +62,11 @@ COMMON: dict[
 }
 
 
+def old(name: str) -> pytest.MarkDecorator:
+    refused = name == "scatter_" and torch.__version__.startswith("2.11.")
+    return pytest.mark.xfail(refused, reason="DTensor of torch 2.11 has no rule along another dimension")
+
+
 def filled(x: Tensor, y: Tensor) -> Tensor:
     made = x.new_empty(2, 12, 8)
     made[..., :6] = x
@@ -79,6 +84,6 @@ def judged(name: str, degree: int, zigzag: bool) -> Verdict:
     return judge(sample, recorded(sample), [Shard(1, zigzag=zigzag)] * 3, degree)
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=old(name)) for name in COMMON])
 def test_an_operation_along_another_dimension(name: str) -> None:
     assert judged(name, 3, zigzag=True) == Verdict(kind="equal")
