@@ -117,7 +117,6 @@ class Env:
         # ^ of a step that is run again, for each block: its room, and what it would need, in even shares
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
         self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
-        self.sends: dict[int, dict[tuple[str, str | None], Instr]] = {}  # to this device, by sender
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:
         """Return the initial value of a slot that outlives the step."""
@@ -147,15 +146,6 @@ class Env:
     def at(self, slot: SlotId) -> int:
         """Return the number of a slot."""
         return self.index[slot]
-
-    def sent(self, ins: Instr) -> Instr:
-        """Return the send, on another device, of what an instruction receives."""
-        assert ins.comm is not None
-        sender, _ = self.setup.plans.comms[ins.comm].pair_to(self.device)
-        if sender not in self.sends:
-            sends = (each for each in self.setup.plans.of(sender).instrs if each.op == "send")
-            self.sends[sender] = {(each.node, each.comm): each for each in sends}
-        return self.sends[sender][ins.node, ins.comm]
 
     def clones_behind(self, route: str) -> str:
         """Return the chunk of experts that a route sends rows to if they have clones. Else an empty name."""

@@ -23,12 +23,10 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins), form_of(env, ins)
+    cut, form = row_cut(ins), Form()
 
     def run() -> None:
-        value = cut(cast(Tensor, slots[source]))
-        assert (value.shape, value.dtype) == (form.shape, form.dtype), f"{ins.node} sends another form"
-        pipe.send(value)
+        pipe.send(cut(cast(Tensor, slots[source])), form)
 
     return run
 
@@ -36,20 +34,14 @@ def send(env: Env, ins: Instr) -> Bound:
 def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
+    pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
     assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
-    return writing(env, ins, partial(env.comms.incoming(ins.comm).recv, form_of(env, env.sent(ins))))
+    form = Form()
 
+    def run() -> None:
+        slots[target] = pipe.recv(form)
 
-def form_of(env: Env, ins: Instr) -> Form:
-    """Return the shape and type of what a send moves: a value between chunks, or some of its rows."""
-    slot = ins.reads[0]
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
-    chunk = env.chunks[slot.owner]
-    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
-    shape = spec.shape
-    if isinstance(rows := ins.payload, Rows):
-        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
-    return Form(shape, getattr(torch, spec.dtype))
+    return run
 
 
 def copy(env: Env, ins: Instr) -> Bound:

@@ -12,7 +12,7 @@ from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import KINDS, is_accelerator, module
-from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, occupied, totalled
+from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, arriving, occupied, totalled
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
@@ -44,13 +44,13 @@ class SingleRankGroup(WorkerGroup):
         self.seconds: list[float] = []  # of each step
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
-        kernels = {**KERNELS, "total": totalled}
+        kernels = {**KERNELS, "recv": arriving, "total": totalled}
         for op in COMMUNICATION:
             kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
         self.worker = Worker(
             self.setup,
             device,
-            AloneComms(program.plans, device, self.setup.device),
+            AloneComms(program.plans.comms, device),
             synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
@@ -74,7 +74,7 @@ class SingleRankGroup(WorkerGroup):
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         if not trains:
             raise single_rank_error("there is nothing to evaluate")
-        comms = AloneComms(setup.plans, self.device, setup.device)
+        comms = AloneComms(setup.plans.comms, self.device)
         self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
     def close(self) -> None:

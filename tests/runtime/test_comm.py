@@ -138,12 +138,12 @@ def test_threads_have_read_a_shard_before_its_owner_writes_to_it(monkeypatch: py
 
 def test_stopping_a_world_ends_every_wait() -> None:
     """Those that wait now, two of them on one pipe, and those that come later."""
-    world, form = World(PLANS, timeout=2), Form((), torch.float32)
+    world = World(PLANS, timeout=2)
     with ThreadPoolExecutor(2) as threads:
         pipe = world.member(0).incoming("ring")
-        waiting = [threads.submit(pipe.recv, form) for _ in range(2)]
+        waiting = [threads.submit(pipe.recv, Form()) for _ in range(2)]
         world.stop()
-        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(form)):
+        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(Form())):
             with pytest.raises(CommError) as caught:
                 wait(timeout=5)
     assert str(caught.value) == "device 0 stops waiting on ring for device 3: a worker has failed"

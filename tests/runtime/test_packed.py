@@ -302,7 +302,8 @@ class Asking(nn.Module):
         heads = (x * self.scale).unflatten(-1, (2, 4)).transpose(1, 2)
         attend: Callable[..., Any] = flex_attention  # what it returns has another type in torch 2.11
         out, total = attend(heads, heads, heads, return_lse=True)
-        return out.sum() + total.sum()
+        loss: Tensor = out.sum() + total.sum()
+        return loss
 
 
 def test_a_ring_refuses_scores_that_change() -> None:

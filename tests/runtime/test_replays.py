@@ -1,6 +1,6 @@
 """A step that is replayed does what it does when it is issued one by one; torch.cuda is played on the host."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from inspect import cleandoc
 from pathlib import Path
 from typing import cast
@@ -19,9 +19,10 @@ from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.ids import TOTAL
 from piper.ir.select import at
+from piper.plan.ops import Op
 from piper.run.launch import launch_inline
-from piper.runtime.comm.synthetic import AloneComms
-from piper.runtime.cuda.graphs import WARM, GraphExecutor, Intake
+from piper.runtime.comm.synthetic import AloneComms, arriving
+from piper.runtime.cuda.graphs import WARM, GraphExecutor, Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, setup_of
 from piper.runtime.stream_executor import StreamExecutor
@@ -60,10 +61,13 @@ def on_one_device(cell: Cell, **changes: object) -> Program:
     return program_of(cell, strategy=[split(at(), parts=cell.parts)], **changes)
 
 
+KERNELS_ALONE: Mapping[Op, Kernel] = {**KERNELS, "recv": arriving}
+
+
 def plain(program: Program, device: int = 0, initial: Initial | None = None) -> Worker:
-    comms = AloneComms(program.plans, device, torch.device("cpu"))
+    comms = AloneComms(program.plans.comms, device)
     initial = initial or synthetic_weights(program.job, program.outline)
-    return Worker(setup_of(program), device, comms, initial, Options(streams=False))
+    return Worker(setup_of(program), device, comms, initial, Options(streams=False), kernels=KERNELS_ALONE)
 
 
 def replaying(
@@ -71,7 +75,7 @@ def replaying(
 ) -> tuple[Worker, GraphExecutor]:
     """A worker whose steps are a graph, after the first few."""
     worker, intake = plain(program, device, initial), Intake()
-    env, kernels = worker.env, intake.kernels(KERNELS)
+    env, kernels = worker.env, intake.kernels(KERNELS_ALONE)
     inner = StreamExecutor(
         env.plan,
         [intake.watch(i, ins, kernels[ins.op](env, ins)) for i, ins in enumerate(env.plan.instrs)],

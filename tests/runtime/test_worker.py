@@ -19,9 +19,7 @@ from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.run.launch import launch_inline
-from piper.runtime.comm.base import Form
 from piper.runtime.comm.gloo import GlooComms
-from piper.runtime.comm.inline import InlinePipe
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
@@ -74,24 +72,6 @@ def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
         workers = dict(zip(devices, threads.map(work, devices), strict=True))
         inline_group(run).answers = {device: WorkerAnswers(worker) for device, worker in workers.items()}
         assert_equal_bits(run.state_dict(), state)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
-def test_what_arrives_has_the_form_that_plans_say(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receivers make room before anything arrives: for whole values, for rows of them, and for sums."""
-    forms: list[tuple[Form, Form]] = []
-
-    def look(pipe: InlinePipe, form: Form) -> Tensor:
-        value = pipe.world.take(*pipe.key)
-        forms.append((form, Form(tuple(value.shape), value.dtype)))
-        return value
-
-    monkeypatch.setattr(InlinePipe, "recv", look)
-    cell = Cell(case="decoder", schedule="gpipe")
-    uneven = [replicate(at(PP=0), [0]), replicate(at(PP=1), [1, 2]), split(at(), parts=2)]
-    with launch_inline(compile(job(cell, strategy=uneven, precision=precision))) as run:
-        run.step(batches(cell, 1)[0])
-    assert forms and [pair for pair in forms if pair[0] != pair[1]] == []
 
 
 MEMORY = [

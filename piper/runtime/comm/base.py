@@ -97,22 +97,22 @@ class Group(ABC):
         return self.swap([flat[:0]] * self.size, [len(flat)] + [0] * others)[0].view(value.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Form:
-    """The shape and type of what one transfer moves: the same in every step."""
+    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None  # None: not learnt yet
 
 
 class Pipe(Protocol):
     """One end of a first-in first-out connection between two devices."""
 
-    def send(self, value: Tensor) -> None:
+    def send(self, value: Tensor, form: Form) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
-        """Return the next value that arrives, which has this form."""
+        """Return the next value that arrives."""
 
 
 class Comms(ABC):

@@ -4,8 +4,8 @@ Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it
 from what the other groups give, and from one number of members to another, though not from run to run.
 Values that only move (exchanges, gathers, broadcasts, transfers) have the same bits.
 
-The host waits for none of them. The caller that waits for the stream calls `abort` after its timeout: NCCL's
-kernels then end.
+Only the first step, which sends shapes and types, makes the host wait. The caller that waits for the stream
+calls `abort` after its timeout: NCCL's kernels then end.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.ir.devices import Devices
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import CommError, Comms, Form, Group
+from piper.runtime.comm.base import CommError, Comms, Group
+from piper.runtime.comm.gloo import ProcessPipe
 
 OptionsT = TypeVar(
     "OptionsT", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
@@ -134,7 +135,7 @@ class NcclGroup(Group):
         return mine
 
 
-class NcclPipe:
+class NcclPipe(ProcessPipe):
     """A connection over NCCL.
 
     A transfer is an exchange in which one of the two gives nothing: like every collective it runs on the
@@ -142,14 +143,14 @@ class NcclPipe:
     """
 
     def __init__(self, made: ProcessGroup, name: str, accelerator: torch.device) -> None:
-        self.made, self.name, self.accelerator = made, name, accelerator
+        super().__init__(name, accelerator)
+        self.made = made
 
-    def send(self, value: Tensor) -> None:
-        flat = value.contiguous().view(-1)
+    def give(self, value: Tensor) -> None:
+        flat = value.view(-1)
         self._exchange(flat.new_empty(0), flat, [0, 0], [0, len(flat)])
 
-    def recv(self, form: Form) -> Tensor:
-        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
+    def take(self, value: Tensor) -> Tensor:
         flat = value.view(-1)
         self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
         return value

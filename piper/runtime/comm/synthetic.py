@@ -16,8 +16,7 @@ from torch import Tensor
 
 from piper.ir.devices import Devices
 from piper.plan.instr import Instr
-from piper.plan.ops import OPS, Op
-from piper.plan.plan import Plans
+from piper.plan.ops import OPS, Op, Rows
 from piper.runtime.accelerator import module
 from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.context import Bound, Env, writing
@@ -34,15 +33,11 @@ class AloneComms(Comms):
 
     on_streams = True
 
-    def __init__(self, plans: Plans, device: int, accelerator: torch.device) -> None:
-        super().__init__(plans.comms, device)
-        self.accelerator = accelerator
-
     def group_of(self, name: str, members: Devices) -> "AloneGroup":
         return AloneGroup(name, members.index(self.device), len(members))
 
     def pipe(self, name: str, ends: Devices) -> "Drain":
-        return Drain(self.accelerator)
+        return Drain()
 
 
 class AloneGroup(Group):
@@ -82,27 +77,50 @@ class AloneGroup(Group):
 
 
 class Drain:
-    """A pipe without a peer: values sent are dropped, and those received are small, whole numbers 0."""
+    """A pipe without a peer: values sent are dropped; `arriving` makes those received."""
 
-    def __init__(self, accelerator: torch.device) -> None:
-        self.accelerator = accelerator
-        self.sample: Tensor | None = None
-
-    def send(self, value: Tensor) -> None:
+    def send(self, value: Tensor, form: Form) -> None:
         """Drop a value."""
 
     def recv(self, form: Form) -> Tensor:
-        if self.sample is None:
-            generator = torch.Generator().manual_seed(0)
-            sample = torch.randn(1021, generator=generator)  # a prime: rows differ
-            scale = 0.02 if form.dtype.is_floating_point else 0.0
-            self.sample = sample.mul(scale).to(self.accelerator, form.dtype)
-        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
-        flat, size = value.view(-1), len(self.sample)
-        even = len(flat) - len(flat) % size
-        flat[:even].view(-1, size).copy_(self.sample)
-        flat[even:].copy_(self.sample[: len(flat) - even])
-        return value
+        raise AssertionError("what arrives is made by `arriving`, which knows its shape")
+
+
+def arriving(env: Env, ins: Instr) -> Bound:
+    """Make a value like the one that another device would send: small numbers, or counts of one."""
+    slots, target = env.slots, env.at(ins.writes[0])
+    device, form = env.setup.device, form_of(env, ins)
+    assert form.dtype is not None
+    dtype, shape = form.dtype, form.shape
+    scale = 0.02 if dtype.is_floating_point else 0.0
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(1021, generator=generator).mul(scale).to(device, dtype)  # a prime: rows differ
+
+    def run() -> None:
+        value = torch.empty(shape, dtype=dtype, device=device)
+        flat = value.view(-1)
+        even = len(flat) - len(flat) % len(sample)
+        flat[:even].view(-1, len(sample)).copy_(sample)
+        flat[even:].copy_(sample[: len(flat) - even])
+        slots[target] = value
+
+    return run
+
+
+def form_of(env: Env, ins: Instr) -> Form:
+    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
+    assert ins.comm is not None
+    sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
+    sends = (each for each in env.setup.plans.of(sender).instrs if each.op == "send")
+    send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
+    slot = send.reads[0]
+    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    chunk = env.chunks[slot.owner]
+    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
+    shape = spec.shape
+    if isinstance(rows := send.payload, Rows):
+        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
+    return Form(shape, getattr(torch, spec.dtype))
 
 
 def totalled(env: Env, ins: Instr) -> Bound:
@@ -190,14 +208,27 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: "Sleeper | CopyEngine") -
         outward = OPS[ins.travels_as].outward
         if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time
             takes -= occupy.filling(ins.nbytes * len(members) // max(1, len(members) - 1))
-        slots, splits = env.slots, env.at(ins.reads[1]) if ins.op == "exchange" else None
+        if ins.op == "exchange":
+            return exchanged(env, ins, run, functools.partial(occupy, takes, outward))
 
         def busy() -> None:
-            if splits is not None and isinstance(how := slots[splits], Splits):
-                how.lengths()  # a network cannot begin before the host knows how many rows there are
             occupy(takes, outward)  # first: a value is there when it has arrived
             run()
 
         return busy
 
     return bind
+
+
+def exchanged(env: Env, ins: Instr, run: Bound, occupy: Bound) -> Bound:
+    """Wrap an exchange of rows, which a network cannot begin before the host knows how many there are."""
+    slots, splits = env.slots, env.at(ins.reads[1])
+
+    def busy() -> None:
+        how = slots[splits]
+        if isinstance(how, Splits):
+            how.lengths()
+        occupy()
+        run()
+
+    return busy
