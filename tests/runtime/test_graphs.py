@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from piper.compiler import compile
+from piper.compiler import Program, compile
 from piper.directives import split
 from piper.directives.shard import Shard
 from piper.errors import ConfigError
@@ -36,6 +36,7 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
+from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 DENSE = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, clip=0.3)
@@ -241,7 +242,15 @@ def test_an_instruction_that_cannot_be_captured() -> None:
 
 @pytest.mark.parametrize("cell", [DENSE, Cell(case="mlp", schedule="none", parts=4, dp=3)], ids=str)
 def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
-    program = compiled(cell)
+    same_loads(compiled(cell), batches(cell, 2))
+
+
+def test_slices_of_rows_come_by_static_memory_as_without() -> None:
+    """A field that is sharded along its sequence is loaded in slices."""
+    same_loads(compile(divided.job("decoder", "cp2zigzag"), device="cpu"), divided.batches(2))
+
+
+def same_loads(program: Program, given: list[dict[str, Tensor]]) -> None:
     setup, world = setup_of(program), World(program.plans, 5.0)
     for device in sorted(device for plan in program.plans for device in plan.devices):
         worker = Worker(setup, device, world.member(device), initial_tensors(program).__getitem__, Options())
@@ -249,7 +258,7 @@ def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
         loads = [ins for ins in env.plan.instrs if ins.op == "load"]
         intake = Intake()
         bound = [(compute.load(env, ins), intake.load(env, ins), env.at(ins.writes[0])) for ins in loads]
-        for batch in batches(cell, 2):
+        for batch in given:
             env.batch = batch
             intake.fill()
             for plain, static, slot in bound:
