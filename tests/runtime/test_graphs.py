@@ -94,13 +94,13 @@ def on_cuda_in_blocks(capacity: float, optimizer: Callable[[Iterable[Tensor]], O
 def test_experts_over_several_devices_whose_rows_travel_in_blocks_need_no_host() -> None:
     for capacity, optimizer in ((1.5, AdamW), (2, NAdam)):
         setup = on_cuda_in_blocks(capacity, optimizer)
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
 
 
 def test_an_optimizer_that_cannot_skip_a_step() -> None:
     setup = on_cuda_in_blocks(1.5, NAdam)
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  NAdam cannot skip a step in which rows exceed their blocks: no fused kernel does it
@@ -135,7 +135,7 @@ def test_a_device_without_graphs_and_options_that_look_into_a_step() -> None:
 def test_every_reason_is_told_once() -> None:
     setup = on_cuda(DRAWS)
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(keep_outputs=True), by_host=True)
+        check_static(setup, setup.plans, Options(keep_outputs=True).looks, by_host=True)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  keep_outputs (--detect-nan) looks at single instructions
@@ -148,11 +148,11 @@ def test_every_reason_is_told_once() -> None:
 
 def test_a_static_step_is_let_through() -> None:
     setup = on_cuda(DENSE)
-    check_static(setup, setup.plans, Options(), by_host=False)
+    check_static(setup, setup.plans, by_host=False)
     silent = [
         replace(plan, instrs=tuple(ins for ins in plan.instrs if ins.comm is None)) for plan in setup.plans
     ]
-    check_static(setup, silent, Options(), by_host=True)  # there is nobody to hand a value to
+    check_static(setup, silent, by_host=True)  # there is nobody to hand a value to
 
 
 def test_who_hands_values_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_what_a_scheduler_changes_beside_the_rate(
 def test_a_scheduler_that_a_graph_does_not_follow() -> None:
     setup = replace(on_cuda(DENSE), scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=10))
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  OneCycleLR changes betas: a graph follows the learning rate alone

@@ -6,7 +6,6 @@ instruction of it can be watched by itself.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -20,24 +19,18 @@ from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse, steps_fused
 from piper.runtime.setup import Setup
 
-if TYPE_CHECKING:
-    from piper.runtime.worker import Options
-
-LOOKS = {
-    "keep_gradients": "keep_gradients",
-    "keep_outputs": "keep_outputs (--detect-nan)",
-    "profile": "profile (--profile)",
-}  # options that look into a step
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 COUNTED = "how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
 
 
-def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_host: bool) -> None:
-    """Refuse graphs for steps that need the host. `by_host`: values of other devices come through it."""
+def check_static(setup: Setup, plans: Iterable[Plan], looks: Iterable[str] = (), *, by_host: bool) -> None:
+    """Refuse graphs for steps that need the host.
+
+    looks: what looks at single instructions. by_host: values of other devices come through the host.
+    """
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
     plans = [*plans]
     reasons = [] if setup.device.type == "cuda" else [f"device {setup.device.type} has no graphs"]
-    looks = [shown for name, shown in LOOKS.items() if getattr(options, name)]
     reasons += [f"{look} looks at single instructions" for look in looks]
     if by_host and any(ins.comm is not None for plan in plans for ins in plan.instrs):
         reasons.append("values go from device to device through the host")
