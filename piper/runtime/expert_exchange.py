@@ -208,13 +208,12 @@ def count_blocks(group: Group, counts: Tensor, rows: int, size: int) -> tuple[Bl
     place = torch.arange(size, device=counts.device)
     row = torch.arange(rows, device=counts.device)
     member = torch.bucketize(row, ends, right=True).clamp(max=group.size - 1)
-    target, local, used = _sorted_places(taken, place)
-    places = torch.arange(len(target), device=counts.device)
-    order = torch.empty_like(target).scatter_(0, target, places)
+    order, local, used = _sorted_places(taken, place)
+    places = torch.arange(len(order), device=counts.device)
     blocks = Blocks(
         size=size,
         source=(first + place).clamp(max=rows - 1).view(-1),
-        target=target,
+        target=torch.empty_like(order).scatter_(0, order, places),
         order=order.index_select(0, places.minimum((used - 1).clamp(min=0))),
         fills=places >= used,
         home=member * size + (row - first.view(-1)[member]).clamp(max=size - 1),
@@ -228,7 +227,7 @@ def refuse_counts(wrong: Tensor) -> None:
 
 
 def _sorted_places(taken: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each row of the blocks that arrive lies in the order of the experts, and their counts.
+    """Return the rows of the blocks that arrive in the order of the experts, and the counts of these.
 
     The last result is how many of the rows do not only fill blocks: those come first. The others count for
     the last expert that has rows.
@@ -237,17 +236,11 @@ def _sorted_places(taken: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor
     """
     (members, experts), size = taken.shape, len(place)
     ends = taken.cumsum(1).clamp(max=size)  # in the block of each member
-    sizes = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
-    by_expert = sizes.t().reshape(-1)
-    begins = (by_expert.cumsum(0) - by_expert).view(experts, members).t()
-    expert = torch.searchsorted(ends, place.repeat(members, 1), right=True)
-    own = expert.clamp(max=experts - 1)
-    sorted_place = (begins - ends + sizes).gather(1, own) + place
-    used = ends[:, -1:]
-    before = torch.arange(members, device=place.device).view(-1, 1) * size - used.cumsum(0)
-    total = used.sum()
-    target = torch.where(expert < experts, sorted_place, total + before + place)
-    local = sizes.sum(0)
+    # The expert of a row; where it only fills its block, a number behind theirs.
+    expert = torch.searchsorted(ends, place.repeat(members, 1), right=True, out_int32=True)
+    local = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).sum(0)
+    total = ends[:, -1].sum()
     number = torch.arange(experts, device=place.device)
     last = (number * (local > 0)).max()
-    return target.view(-1), local + (number == last) * (members * size - total), total
+    local += (number == last) * (members * size - total)
+    return expert.view(-1).argsort(stable=True), local, total

@@ -330,15 +330,12 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
 )
 @settings(max_examples=80, deadline=None)
 def test_rows_that_arrive_are_sorted_by_expert_and_then_by_sender(taken: list[list[int]], size: int) -> None:
-    target, counts, used = _sorted_places(torch.tensor(taken), torch.arange(size))
+    order, counts, used = _sorted_places(torch.tensor(taken), torch.arange(size))
     labels = []
     for sender, rows in enumerate(taken):
         expert = [(e, sender) for e, count in enumerate(rows) for _ in range(count)][:size]
         labels += expert + [(3, sender)] * (size - len(expert))
-    arranged: list[tuple[int, int]] = [(-1, -1)] * len(labels)
-    for place, label in zip(target.tolist(), labels, strict=True):
-        arranged[place] = label
-    assert arranged == sorted(labels)
+    assert [labels[place] for place in order.tolist()] == sorted(labels)
     numbers = [sum(expert == e for expert, _ in labels) for e in range(4)]
     last = max((e for e in range(3) if numbers[e]), default=0)
     assert counts.tolist() == [numbers[e] + (numbers[3] if e == last else 0) for e in range(3)]
