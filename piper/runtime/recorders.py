@@ -23,7 +23,7 @@ from piper.runtime.compute import slices
 from piper.runtime.context import Bound, Env
 from piper.runtime.setup import ProgramLike
 
-WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
+WARM = 2  # steps that are not recorded: peers meet, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
 OutputKey = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 
