@@ -13,7 +13,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout, own_slice
-from piper.runtime.context import Bound, Env, draw_seed
+from piper.runtime.context import Bound, Env, draw_seed, writing
 
 Boxed = Callable[[list[object]], Sequence[Tensor]]
 Members = Sequence[int | None]
@@ -204,18 +204,17 @@ def layouts_with(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
 
 def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one microbatch, to the device."""
-    slots, target, dtype, device = env.slots, env.at(ins.writes[0]), env.setup.dtype, env.setup.device
+    dtype, device = env.setup.dtype, env.setup.device
 
-    def run() -> None:
+    def bring() -> Tensor:
         part = own_rows(env, ins)
         wanted = dtype if part.dtype.is_floating_point else part.dtype
         if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.
-            slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
-        else:
-            slots[target] = part.to(device, wanted, copy=True)  # the batch is not ours to keep
+            return part.pin_memory().to(device, non_blocking=True).to(wanted)
+        return part.to(device, wanted, copy=True)  # the batch is not ours to keep
 
-    return run
+    return writing(env, ins, bring)
 
 
 def own_rows(env: Env, ins: Instr) -> Tensor:

@@ -14,7 +14,7 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.comm.base import CommError
 from piper.runtime.compute import own_rows
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.cuda.graph_checks import not_static, settings
 from piper.runtime.stream_executor import StreamExecutor, pause
 
@@ -39,7 +39,7 @@ class Intake:
 
     def load(self, env: Env, ins: Instr) -> Bound:
         """Bring this device's rows of a batch field, for one microbatch, to the device."""
-        slots, target, dtype, device = env.slots, env.at(ins.writes[0]), env.setup.dtype, env.setup.device
+        dtype, device = env.setup.dtype, env.setup.device
         room: Tensor | None = None
 
         def fill() -> None:
@@ -50,13 +50,13 @@ class Intake:
                 room = torch.empty(part.shape, dtype=part.dtype, device=part.device, pin_memory=pinned)
             room.copy_(part)
 
-        def run() -> None:
+        def bring() -> Tensor:
             assert room is not None, "it is filled before the step"
             wanted = dtype if room.dtype.is_floating_point else room.dtype
-            slots[target] = room.to(device, non_blocking=True, copy=True).to(wanted)
+            return room.to(device, non_blocking=True, copy=True).to(wanted)
 
         self.fills.append(fill)
-        return run
+        return writing(env, ins, bring)
 
     def update(self, kernel: Kernel) -> Kernel:
         """Return an update whose learning rates are read from the device."""
