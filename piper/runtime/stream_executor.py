@@ -40,10 +40,10 @@ class StreamExecutor:
     """The instructions of a plan, bound to their kernels, on streams that run side by side.
 
     The host issues everything in the order of the plan, and waits only for the end of the step, for numbers
-    that an instruction needs on the host, and where it is too far ahead of the device. The proof of the plans
-    covers these waits: devices that run one instruction after another never wait in a circle. Streams wait
-    for each other by events, made once and recorded again in each step. With `streams=False` all is issued on
-    the stream that is current.
+    that an instruction needs on the host, where it is too far ahead of the device, and before each chunk of
+    the first step. The proof of the plans covers these waits: devices that run one instruction after another
+    never wait in a circle. Streams wait for each other by events, made once and recorded again in each step.
+    With `streams=False` all is issued on the stream that is current.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class StreamExecutor:
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro, self.show = timeout, on_failure, outro, show
         self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
+        self.first = not self.alone  # the next step runs code that has not run yet, beside other devices
         self.parked: list[object] = [None] * len(slots)
         self.replaced: list[object] = []
         self.module = module(accelerator)
@@ -130,6 +131,7 @@ class StreamExecutor:
             else:
                 self._wait(self.done, len(self.steps))
             self.drop()
+            self.first = False
 
     issue = run  # there is no graph to do without
 
@@ -159,6 +161,10 @@ class StreamExecutor:
                 place, stream, pace = step[0], step[2], step[-1]
                 if paced and pace is not None:
                     self._wait(pace, place)
+                if paced and self.first and self.plan.instrs[place].op == "compute":
+                    # A kernel that has not run yet is measured: under a lock of the machine, when all streams
+                    # are at their end. Another device that they wait for may need the lock first.
+                    self.module.synchronize(self.accelerator)
                 if stream is not now:
                     self.module.set_stream(stream)
                     now = stream

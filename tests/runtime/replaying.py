@@ -127,6 +127,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         "default_stream": Stream,
         "current_stream": Stream,
         "set_stream": lambda _: None,
+        "synchronize": lambda _: None,
     }
     for name, value in played.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from time import sleep
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
 
 from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
-from piper.runtime.comm.nccl import NcclPipe
 from piper.selftest.comm_cases import CASES, CommCase, Total, first_to_last, in_any_order
 from piper.selftest.rank_process import Crew, Processes, plans_for
 from piper.workers.transport.fork_server import ForkServer
@@ -150,21 +147,3 @@ def test_stopping_a_world_ends_every_wait() -> None:
             with pytest.raises(CommError) as caught:
                 wait(timeout=5)
     assert str(caught.value) == "device 0 stops waiting on ring for device 3: a worker has failed"
-
-
-class NeverSends:
-    """Stands for NCCL, which brings nothing here."""
-
-    def alltoall_base(self, *given: object) -> None:
-        return None
-
-
-def test_the_host_waits_for_the_first_value_that_nccl_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that first run behind it are measured while nothing is on its way."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr("piper.runtime.comm.nccl.wait_for_stream", waited.append)
-    host = torch.device("cpu")
-    pipe = NcclPipe(cast(ProcessGroup, NeverSends()), "ring", host)
-    for _ in range(3):
-        assert pipe.recv(Form((2, 3), torch.bfloat16)).shape == (2, 3)
-    assert waited == [host]

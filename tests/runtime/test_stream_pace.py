@@ -26,6 +26,9 @@ class SlowDevice:
     def event(self) -> "SlowEvent":
         return SlowEvent(self)
 
+    def synchronize(self, accelerator: object) -> None:
+        self.over = self.recorded
+
 
 class SlowEvent:
     def __init__(self, device: SlowDevice) -> None:
@@ -50,7 +53,7 @@ Issued = Callable[[int, StreamExecutor], None]  # takes the place of an instruct
 def executor_on(
     device: SlowDevice, monkeypatch: pytest.MonkeyPatch, issued: Issued = lambda place, executor: None
 ) -> tuple[StreamExecutor, list[str]]:
-    """Return an executor on a slow device, and the list of its failures."""
+    """Return an executor on a slow device after its first step, and the list of its failures."""
     module = SimpleNamespace(
         Stream=Stream,
         Event=device.event,
@@ -59,6 +62,7 @@ def executor_on(
         default_stream=Stream,
         current_stream=Stream,
         set_stream=lambda _: None,
+        synchronize=device.synchronize,
     )
     monkeypatch.setattr("piper.runtime.stream_executor.module", lambda _: module)
     plan = compiled(Cell(case="mlp", schedule="1f1b", dp=2, zero=3)).plans.of(2)
@@ -78,6 +82,7 @@ def executor_on(
         timeout=0.3,
         on_failure=lambda: failures.append("aborted"),
     )
+    executor.first = False
     return executor, failures
 
 
@@ -130,3 +135,21 @@ def test_an_event_that_does_not_come_while_a_step_is_issued_is_named(monkeypatch
     assert len(places) < len(executor.plan.instrs), "the rest was not issued"
     stuck = next(place for place, event in executor.events.items() if event.number > device.over)  # type: ignore[attr-defined]
     assert raised.value.__notes__ == [f"on device 2, at the arrow:\n{executor.plan.around(stuck)}"]
+
+
+def test_in_the_first_step_all_is_over_when_a_chunk_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are measured then, under a lock that another device may need before it goes on."""
+    device = SlowDevice()
+    under_way: list[int] = []
+
+    def issued(place: int, executor: StreamExecutor) -> None:
+        if executor.plan.instrs[place].op == "compute":
+            under_way.append(device.recorded - device.over)
+
+    executor, _ = executor_on(device, monkeypatch, issued)
+    executor.first = True
+    executor.run()
+    assert set(under_way) == {0}
+    under_way.clear()
+    executor.run()
+    assert max(under_way) > 0

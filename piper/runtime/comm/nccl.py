@@ -4,8 +4,8 @@ Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it
 from what the other groups give, and from one number of members to another, though not from run to run.
 Values that only move (exchanges, gathers, broadcasts, transfers) have the same bits.
 
-Only the first step makes the host wait, for what it receives. The caller that waits for the stream calls
-`abort` after its timeout: NCCL's kernels then end.
+The host waits for none of them. The caller that waits for the stream calls `abort` after its timeout: NCCL's
+kernels then end.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.ir.devices import Devices
 from piper.plan.plan import Plans
-from piper.runtime.accelerator import wait_for_stream
 from piper.runtime.comm.base import CommError, Comms, Form, Group
 
 OptionsT = TypeVar(
@@ -144,7 +143,6 @@ class NcclPipe:
 
     def __init__(self, made: ProcessGroup, name: str, accelerator: torch.device) -> None:
         self.made, self.name, self.accelerator = made, name, accelerator
-        self.waits = True  # for the first value
 
     def send(self, value: Tensor) -> None:
         flat = value.contiguous().view(-1)
@@ -154,11 +152,6 @@ class NcclPipe:
         value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
         flat = value.view(-1)
         self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
-        if self.waits:
-            # A kernel that first runs behind this is measured: under a lock of the machine, when all streams
-            # are at their end. The sender may need that lock before it can send.
-            wait_for_stream(self.accelerator)
-            self.waits = False
         return value
 
     def _exchange(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> None:
