@@ -206,6 +206,16 @@ def test_what_a_scheduler_changes_beside_the_rate(
     assert moved_by(make(optimizer), optimizer) == moved
 
 
+def test_an_optimizer_that_looks_at_the_names_of_parameters() -> None:
+    def by_name(named_params: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        weights = [value for name, value in named_params if name.endswith("weight")]
+        return SGD(weights, lr=0.1, foreach=True)
+
+    setup = replace(on_cuda(DENSE), optimizer=cast(Callable[[Iterable[Tensor]], Optimizer], by_name))
+    with pytest.raises(ConfigError, match="SGD reads its learning rate on the host unless it is fused"):
+        check_static(setup, setup.plans, by_host=False)
+
+
 def test_a_scheduler_that_a_graph_does_not_follow() -> None:
     setup = replace(on_cuda(DENSE), scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=10))
     with pytest.raises(ConfigError) as caught:

@@ -7,7 +7,6 @@ instruction of it can be watched by itself.
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,6 +17,7 @@ from piper.plan.ops import BY_HOST, Routing
 from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse, steps_fused
 from piper.runtime.setup import Setup
+from piper.runtime.trainers import empty_optimizer
 
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 COUNTED = "how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
@@ -76,10 +76,11 @@ def grouped(chunk: Chunk) -> bool:
 
 
 def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
-    """Return why a job's optimizer and scheduler need the host; both are tried on a single number."""
-    if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
+    """Return why a job's optimizer and scheduler need the host; both are tried without anything to train."""
+    sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
+    optimizer = empty_optimizer(setup.optimizer, sizes)
+    if optimizer is None:
         return []
-    optimizer = setup.optimizer([torch.zeros(1, requires_grad=True)])
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
     fuse(optimizer)  # as on the device
     reasons = optimizer_reasons(optimizer)
