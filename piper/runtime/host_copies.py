@@ -25,7 +25,7 @@ class TensorCopy:
 def offload(env: Env, ins: Instr) -> Bound:
     """Copy values to memory of the host, each storage once, or the state of a bucket."""
     if ins.writes[0].kind == "state":
-        return partial(env.state.put_away, ins.writes[0].owner)
+        return env.state.away[ins.writes[0].owner].put_away
     slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
 
@@ -85,8 +85,8 @@ def fetch(env: Env, ins: Instr) -> Bound:
 
 def fetch_state(env: Env, ins: Instr) -> Bound:
     """Bring the optimizer's state for a bucket to the device."""
-    bucket, maker = ins.reads[0].owner, env.makers[ins.writes[0]]
-    return writing(env, ins, lambda state: env.state.bring(bucket, allocator(env, maker)))
+    away, maker = env.state.away[ins.reads[0].owner], env.makers[ins.writes[0]]
+    return writing(env, ins, lambda state: away.bring(allocator(env, maker)))
 
 
 def each_in(value: object, act: Callable[[object], object]) -> object:

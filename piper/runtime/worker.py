@@ -278,8 +278,8 @@ class Worker:
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""
-        for bucket in self.env.state.away:
-            self.env.state.put_away(bucket, wait=True)
+        for away in self.env.state.away.values():
+            away.put_away(wait=True)
         for act in self.env.state.renewed:
             act()
         if isinstance(self.executor, GraphExecutor):
