@@ -102,7 +102,8 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     check_launcher(on)
     check_share(options.share)
     if options.graphs:
-        check_static(setup_of(program), program.plans, options, by_host=by_host(program, on, options.share))
+        through = by_host(program, on, options.share)
+        check_static(setup_of(program), program.plans, options.looks, by_host=through)
     if on.startswith(ALONE):
         return launch_single_rank(program, on, options, cluster=cluster)
     world = ranks_of(on)

@@ -82,16 +82,17 @@ class HostState:
         segments: Sequence[Tensor],
         remainders: Mapping[Tensor, Tensor],
         memory: HostMemory,
+        optimizer: Optimizer | None,  # None: the device has padding only
         device: torch.device,
     ) -> None:
         """Keep the state of what is trained. remainders: what rounding leaves of it, where it is split."""
         self.trains, self.segments, self.master = holding.trains, segments, holding.master
         self.lying = [remainders.get(tensor, tensor) for tensor in segments]  # the parts of the master copy
-        self.memory, self.device = memory, device
+        self.memory, self.optimizer, self.device = memory, optimizer, device
         self.here: Tensor | None = None  # the master copy on the device
         self.buffers: dict[tuple[int, str], tuple[HostBuffer, Tensor]] = {}  # by segment and key
 
-    def bring(self, optimizer: Optimizer, empty: Callable[[int], Tensor]) -> list[Tensor]:
+    def bring(self, empty: Callable[[int], Tensor]) -> list[Tensor]:
         """Copy the state to bytes that `empty` allocates on the device, for the optimizer; return them."""
         made: list[Tensor] = []
 
@@ -103,36 +104,38 @@ class HostState:
         if self.master is not None:
             self.here = brought(self.master)
             self._use(self.here)
-        for _, tensor, key, value in self._kept(optimizer):
-            optimizer.state[tensor][key] = brought(value)
+        for _, state, key, value in self._kept():
+            state[key] = brought(value)
         return made
 
-    def put_away(self, optimizer: Optimizer, *, wait: bool = False) -> None:
+    def put_away(self, *, wait: bool = False) -> None:
         """Copy the state to the host, where the optimizer finds it. wait: until it has arrived."""
         if self.master is not None:
             if self.here is not None:
                 self.master.copy_(self.here, non_blocking=not wait)
             self._use(self.master)
             self.here = None
-        for number, tensor, key, value in self._kept(optimizer):
+        for number, state, key, value in self._kept():
             if (number, key) not in self.buffers:
                 buffer = self.memory.take(value.numel() * value.element_size(), self.device)
                 self.buffers[number, key] = buffer, buffer.data.view(value.dtype).view(value.shape)
             kept = self.buffers[number, key][1]
             if value is not kept:
-                optimizer.state[tensor][key] = kept.copy_(value, non_blocking=not wait)
+                state[key] = kept.copy_(value, non_blocking=not wait)
 
     def _use(self, flat: Tensor) -> None:
         """Let the parts of the master copy lie in another flat tensor."""
         for tensor, (_, part) in zip(self.lying, self.trains.segments(flat), strict=True):
             tensor.data = part
 
-    def _kept(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Tensor]]:
+    def _kept(self) -> Iterator[tuple[int, dict[str, object], str, Tensor]]:
         """Yield the tensors that an optimizer keeps with an element for each of a trained tensor's."""
+        states = {} if self.optimizer is None else self.optimizer.state
         for number, tensor in enumerate(self.segments):
-            for key, value in list(optimizer.state.get(tensor, {}).items()):
+            state = states.get(tensor, {})
+            for key, value in list(state.items()):
                 if isinstance(value, Tensor) and value.dim() and value.numel() == tensor.numel():
-                    yield number, tensor, key, value
+                    yield number, state, key, value
 
 
 class BucketState:

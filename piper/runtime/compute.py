@@ -13,7 +13,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout, own_slice
-from piper.runtime.context import Bound, Env, draw_seed
+from piper.runtime.context import Bound, Env, draw_seed, writing
 
 Boxed = Callable[[list[object]], Sequence[Tensor]]
 Members = Sequence[int | None]
@@ -204,24 +204,27 @@ def layouts_with(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
 
 def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one microbatch, to the device."""
-    slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
-    shardings, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device
 
-    def run() -> None:
-        value = env.batch[field]
-        wanted = dtype if value.dtype.is_floating_point else value.dtype
-        parts = [value[low:high] for low, high in rows(env, ins, len(value))]
-        part = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if shardings:
-            part = own_slice(part, shardings, place).contiguous()
+    def bring() -> Tensor:
+        part = own_rows(env, ins)
+        wanted = dtype if part.dtype.is_floating_point else part.dtype
         if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.
-            slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
-        else:  # the batch is not ours to keep
-            slots[target] = part.to(device, wanted, copy=bool(shardings) or len(parts) == 1)
+            return part.pin_memory().to(device, non_blocking=True).to(wanted)
+        return part.to(device, wanted, copy=True)  # the batch is not ours to keep
 
-    return run
+    return writing(env, ins, bring)
+
+
+def own_rows(env: Env, ins: Instr) -> Tensor:
+    """Return what a device loads of a batch field: its rows of a microbatch, and its slice of these."""
+    value = env.batch[ins.loads.name]
+    parts = [value[low:high] for low, high in rows(env, ins, len(value))]
+    part = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not (shardings := ins.loads.slices):
+        return part
+    return own_slice(part, shardings, ins.loads.devices.index(env.device)).contiguous()
 
 
 def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:

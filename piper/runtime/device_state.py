@@ -57,13 +57,6 @@ class DeviceState:
         self.unused: dict[str, dict[str, dict[str, object]]] = {}
         # ^ what an optimizer kept for frozen parameters, by bucket and name, as a checkpoint had it
         self.copies, self.remainders = self._copies()
-        self.away = {
-            name: HostState(
-                self.holdings[name], [each for _, each in segments], self.remainders, memory, setup.device
-            )
-            for name, segments in self.segments.items()
-            if name in offloaded
-        }
         trained = [held for segments in self.segments.values() for held in segments]
         sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
         self.trains = bool(trained)  # else its shards are padding only, or all that it has is frozen
@@ -78,6 +71,11 @@ class DeviceState:
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None
         )
         self.kernel = self._kernel()
+        self.away: dict[str, HostState] = {}  # by bucket
+        for name, segments in self.segments.items():
+            if name in offloaded:
+                given = (self.holdings[name], [each for _, each in segments], self.remainders, memory)
+                self.away[name] = HostState(*given, self.optimizer, setup.device)
 
     def _copies(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
         """Return what chunks read in another type, and what rounding leaves of that, by what is trained."""
@@ -159,15 +157,6 @@ class DeviceState:
             if not wanted and self.optimizer is not None:
                 for _, trained in self.segments.get(name, ()):
                     self.optimizer.state.pop(trained, None)
-
-    def bring(self, bucket: str, empty: Callable[[int], Tensor]) -> list[Tensor]:
-        """Copy a bucket's state from the host to the device. empty: allocates bytes there."""
-        return self.away[bucket].bring(self.optimizer, empty) if self.optimizer is not None else []
-
-    def put_away(self, bucket: str, *, wait: bool = False) -> None:
-        """Copy a bucket's state to the host. wait: until it has arrived."""
-        if self.optimizer is not None:
-            self.away[bucket].put_away(self.optimizer, wait=wait)
 
     def options(self) -> list[tuple[bool, dict[str, object]]]:
         """Return of the optimizer's groups whether this device trains some of each, and the options."""

@@ -1,5 +1,6 @@
 """From each backward's gradients to updated parameters: sums, reductions, the norm, the update."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -18,29 +19,23 @@ BLOCK = 1024  # elements whose squares are added up in the gradient's own type
 
 def accumulate(env: Env, ins: Instr) -> Bound:
     """Begin a sum, or add to it."""
-    slots, value, total = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     first = len(ins.reads) == 1
-
-    def begin_number() -> None:  # losses, weights and metrics: in float64, in any precision of the model
-        slots[total] = cast(Tensor, slots[value]).to(torch.float64, copy=True).view(-1)
-
-    def add_number() -> None:
-        cast(Tensor, slots[total]).add_(cast(Tensor, slots[value]).view(-1))
-
-    if ins.writes[0].kind != "grad":
-        return begin_number if first else add_number
+    if ins.writes[0].kind != "grad":  # losses, weights and metrics: in float64, in any precision of the model
+        if first:
+            return writing(env, ins, lambda value: value.to(torch.float64, copy=True).view(-1))
+        return writing(env, ins, lambda value, total: total.add_(value.view(-1)))
     layout = env.layouts[ins.writes[0].owner]
 
-    def begin() -> None:
-        given = slots[value]
+    def begin(given: Flat | Sequence[Tensor | None]) -> Flat:
         # What compiled code wrote as one flat tensor has no other reader: the sum goes on in its memory.
-        slots[total] = given if isinstance(given, Flat) else layout.flatten(given, layout.sums)  # type: ignore[arg-type]
+        return given if isinstance(given, Flat) else layout.flatten(given, layout.sums)
 
-    def add() -> None:
-        pairs = [(t, g) for t, g in zip(slots[total], slots[value], strict=True) if g is not None]  # type: ignore[call-overload]
+    def add(given: Sequence[Tensor | None], total: Flat) -> Flat:
+        pairs = [(t, g) for t, g in zip(total, given, strict=True) if g is not None]
         torch._foreach_add_([t for t, _ in pairs], [g for _, g in pairs])
+        return total
 
-    return begin if first else add
+    return writing(env, ins, begin if first else add)
 
 
 def all_reduce(env: Env, ins: Instr) -> Bound:

@@ -11,7 +11,7 @@ from piper.plan.instr import Instr
 from piper.plan.protected import MIRRORED
 from piper.runtime.accelerator import is_accelerator, module, wait_for_stream
 from piper.runtime.bucket_state import HostBuffer
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import Bound, Env, writing
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class TensorCopy:
 def offload(env: Env, ins: Instr) -> Bound:
     """Copy values to memory of the host, each storage once, or the state of a bucket."""
     if ins.writes[0].kind == "state":
-        return partial(env.state.put_away, ins.writes[0].owner)
+        return env.state.away[ins.writes[0].owner].put_away
     slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
 
@@ -85,13 +85,8 @@ def fetch(env: Env, ins: Instr) -> Bound:
 
 def fetch_state(env: Env, ins: Instr) -> Bound:
     """Bring the optimizer's state for a bucket to the device."""
-    bucket, slots, target = ins.reads[0].owner, env.slots, env.at(ins.writes[0])
-    maker = env.makers[ins.writes[0]]
-
-    def run() -> None:
-        slots[target] = env.state.bring(bucket, allocator(env, maker))
-
-    return run
+    away, maker = env.state.away[ins.reads[0].owner], env.makers[ins.writes[0]]
+    return writing(env, ins, lambda state: away.bring(allocator(env, maker)))
 
 
 def each_in(value: object, act: Callable[[object], object]) -> object:

@@ -23,7 +23,7 @@ from piper.runtime.compute import slices
 from piper.runtime.context import Bound, Env
 from piper.runtime.setup import ProgramLike
 
-WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
+WARM = 2  # steps that are not recorded: peers meet, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
 OutputKey = tuple[Pass, SlotId]  # a pass and one of its results, whatever the microbatch: `SlotId.base`
 
@@ -33,8 +33,7 @@ class DeviceProfile:
     """The recorded steps of one device, on its own clock: for each step the times of every instruction."""
 
     device: int
-    first: int  # step that was recorded, counted from 0 since the worker began
-    steps: tuple[tuple[Times, ...], ...]
+    steps: tuple[tuple[Times, ...], ...]  # from the one on that comes after `WARM` others
 
 
 class Recorder:
@@ -70,7 +69,7 @@ class Recorder:
             self.events.resolve()
         done = min((len(row) for row in self.rows), default=0)
         steps = tuple(tuple(row[step] for row in self.rows) for step in range(WARM, done))
-        return DeviceProfile(device=self.device, first=WARM, steps=steps)
+        return DeviceProfile(device=self.device, steps=steps)
 
 
 class Events:

@@ -54,6 +54,16 @@ class Options:
     graphs: bool = False  # on CUDA: issue a step as one graph, after the first few
     share: str = "host"  # devices that share an accelerator exchange values through the host, or by NCCL
 
+    @property
+    def looks(self) -> list[str]:
+        """Return which of these look at single instructions of a step."""
+        found = {
+            "keep_gradients": self.keep_gradients,
+            "keep_outputs (--detect-nan)": self.keep_outputs,
+            "profile (--profile)": self.profile,
+        }
+        return [name for name, asked in found.items() if asked]
+
 
 Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run
 Kernels = Mapping[Op, Callable[[Env, Instr], Bound]]
@@ -80,7 +90,7 @@ class Worker:
         self.options, self.watch, self.show, self.kernels = options, watch, show, kernels
         self.intake: Intake | None = None
         if options.graphs:
-            check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
+            check_static(setup, [setup.plans.of(device)], options.looks, by_host=not comms.on_streams)
             self.intake = Intake()
             kernels = self.intake.kernels(kernels)
         setup.build_code([setup.plans.of(device)], lambda: None)
@@ -268,8 +278,8 @@ class Worker:
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""
-        for bucket in self.env.state.away:
-            self.env.state.put_away(bucket, wait=True)
+        for away in self.env.state.away.values():
+            away.put_away(wait=True)
         for act in self.env.state.renewed:
             act()
         if isinstance(self.executor, GraphExecutor):

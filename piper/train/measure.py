@@ -152,9 +152,7 @@ def stopping(outcome: Outcome, again: str) -> str:
 
 def profile_of(run: Run, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
     """Return the profile that a run's workers recorded; `done`: the steps taken before they began."""
-    recorded = run.recordings()
-    tracks = [track_of(recording, clock) for recording, clock in recorded.values()]
-    first = next((recording.first for recording, _ in recorded.values()), 0)
+    tracks = [track_of(recording, clock) for recording, clock in run.recordings().values()]
     return Profile(
         plans=program.plans,
         tracks=tuple(sorted(tracks, key=lambda track: track.device)),
@@ -162,7 +160,7 @@ def profile_of(run: Run, program: Program, recipe: str, on: str, done: int = 0) 
         recipe=recipe,
         on=on,
         accelerator=program.device,
-        first=done + first + 1,
+        first=done + WARM + 1,
         works=works_of(program.outline.chunks),
     )
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor.runtime.benchmarking import InductorBenchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -91,8 +92,11 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_step(
 def test_kernels_are_measured_by_our_clock_while_code_first_runs(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    order: list[str] = []
     monkeypatch.setattr(tuning, "milliseconds", lambda call: call())
     monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", lambda kernel, ran: ran())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("nothing is under way"))
+    monkeypatch.setattr(tuning.fcntl, "flock", lambda *_: order.append("locked"))
     plain = InductorBenchmarker.benchmark_gpu
     benchmarker = InductorBenchmarker()
 
@@ -104,3 +108,5 @@ def test_kernels_are_measured_by_our_clock_while_code_first_runs(
     with measuring_kernels(cache):
         assert CachingAutotuner.benchmark_all_configs(kernel(), measure) == 0.25
     assert InductorBenchmarker.benchmark_gpu is plain
+    # What is under way may wait for another device, which would wait for the lock.
+    assert order == ["nothing is under way", "locked"]

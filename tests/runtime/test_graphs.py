@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from piper.compiler import compile
+from piper.compiler import Program, compile
 from piper.directives import split
 from piper.directives.shard import Shard
 from piper.errors import ConfigError
@@ -36,6 +36,7 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
+from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 DENSE = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, clip=0.3)
@@ -93,13 +94,13 @@ def on_cuda_in_blocks(capacity: float, optimizer: Callable[[Iterable[Tensor]], O
 def test_experts_over_several_devices_whose_rows_travel_in_blocks_need_no_host() -> None:
     for capacity, optimizer in ((1.5, AdamW), (2, NAdam)):
         setup = on_cuda_in_blocks(capacity, optimizer)
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
 
 
 def test_an_optimizer_that_cannot_skip_a_step() -> None:
     setup = on_cuda_in_blocks(1.5, NAdam)
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  NAdam cannot skip a step in which rows exceed their blocks: no fused kernel does it
@@ -134,7 +135,7 @@ def test_a_device_without_graphs_and_options_that_look_into_a_step() -> None:
 def test_every_reason_is_told_once() -> None:
     setup = on_cuda(DRAWS)
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(keep_outputs=True), by_host=True)
+        check_static(setup, setup.plans, Options(keep_outputs=True).looks, by_host=True)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  keep_outputs (--detect-nan) looks at single instructions
@@ -147,11 +148,11 @@ def test_every_reason_is_told_once() -> None:
 
 def test_a_static_step_is_let_through() -> None:
     setup = on_cuda(DENSE)
-    check_static(setup, setup.plans, Options(), by_host=False)
+    check_static(setup, setup.plans, by_host=False)
     silent = [
         replace(plan, instrs=tuple(ins for ins in plan.instrs if ins.comm is None)) for plan in setup.plans
     ]
-    check_static(setup, silent, Options(), by_host=True)  # there is nobody to hand a value to
+    check_static(setup, silent, by_host=True)  # there is nobody to hand a value to
 
 
 def test_who_hands_values_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +206,20 @@ def test_what_a_scheduler_changes_beside_the_rate(
     assert moved_by(make(optimizer), optimizer) == moved
 
 
+def test_an_optimizer_that_looks_at_the_names_of_parameters() -> None:
+    def by_name(named_params: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        weights = [value for name, value in named_params if name.endswith("weight")]
+        return SGD(weights, lr=0.1, foreach=True)
+
+    setup = replace(on_cuda(DENSE), optimizer=cast(Callable[[Iterable[Tensor]], Optimizer], by_name))
+    with pytest.raises(ConfigError, match="SGD reads its learning rate on the host unless it is fused"):
+        check_static(setup, setup.plans, by_host=False)
+
+
 def test_a_scheduler_that_a_graph_does_not_follow() -> None:
     setup = replace(on_cuda(DENSE), scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=10))
     with pytest.raises(ConfigError) as caught:
-        check_static(setup, setup.plans, Options(), by_host=False)
+        check_static(setup, setup.plans, by_host=False)
     assert str(caught.value) == cleandoc("""
         graphs: a step of this job cannot be issued as one graph
           why:  OneCycleLR changes betas: a graph follows the learning rate alone
@@ -241,7 +252,15 @@ def test_an_instruction_that_cannot_be_captured() -> None:
 
 @pytest.mark.parametrize("cell", [DENSE, Cell(case="mlp", schedule="none", parts=4, dp=3)], ids=str)
 def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
-    program = compiled(cell)
+    same_loads(compiled(cell), batches(cell, 2))
+
+
+def test_slices_of_rows_come_by_static_memory_as_without() -> None:
+    """A field that is sharded along its sequence is loaded in slices."""
+    same_loads(compile(divided.job("decoder", "cp2zigzag"), device="cpu"), divided.batches(2))
+
+
+def same_loads(program: Program, given: list[dict[str, Tensor]]) -> None:
     setup, world = setup_of(program), World(program.plans, 5.0)
     for device in sorted(device for plan in program.plans for device in plan.devices):
         worker = Worker(setup, device, world.member(device), initial_tensors(program).__getitem__, Options())
@@ -249,7 +268,7 @@ def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
         loads = [ins for ins in env.plan.instrs if ins.op == "load"]
         intake = Intake()
         bound = [(compute.load(env, ins), intake.load(env, ins), env.at(ins.writes[0])) for ins in loads]
-        for batch in batches(cell, 2):
+        for batch in given:
             env.batch = batch
             intake.fill()
             for plain, static, slot in bound:

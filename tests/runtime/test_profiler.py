@@ -21,7 +21,7 @@ def test_the_first_steps_pass_and_the_next_are_recorded() -> None:
             run()
     found = recorder.take()
     assert len(calls) == 2 * (WARM + 4)
-    assert (found.device, found.first, len(found.steps)) == (3, WARM, 2)
+    assert (found.device, len(found.steps)) == (3, 2)
     assert all(len(step) == 2 for step in found.steps)
     for first, second in found.steps:
         assert first[0] <= first[1] <= second[0] <= second[1]

@@ -1,16 +1,17 @@
 """What else a run promises: the same bits however it runs, named failures, memory as planned, full state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import cleandoc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from piper.capture.trace.annotate import annotate
 from piper.check.check import check
 from piper.compiler import Program, compile
 from piper.directives import replicate, split
@@ -18,12 +19,16 @@ from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
+from piper.job import Job
 from piper.run.launch import launch_inline
 from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.executor import Executor
+from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.serve import WorkerAnswers
+from piper.workers.single_rank import synthetic_weights
 from tests import zoo
 from tests.runtime.grid import Cell, batches, compiled, job
 from tests.runtime.inline_workers import inline_group, workers_of
@@ -72,6 +77,58 @@ def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
         workers = dict(zip(devices, threads.map(work, devices), strict=True))
         inline_group(run).answers = {device: WorkerAnswers(worker) for device, worker in workers.items()}
         assert_equal_bits(run.state_dict(), state)
+
+
+class Skips(nn.Module):
+    """What the first region gives is read by both others, which run on the same devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            first = self.layers[0](x).relu()
+        with annotate("PP"):
+            second = self.layers[1](first).relu()
+        with annotate("PP"):
+            return cast(Tensor, self.layers[2](first + second))
+
+
+def skip_batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(0))}
+
+
+def skips(devices: Sequence[Sequence[int]]) -> Job:
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return cast(Tensor, model(batch["x"]).square().mean())
+
+    first, *others = (replicate(at(PP=i), list(where)) for i, where in enumerate(devices))
+    strategy = [first, *others, split(at(), axis="MB", parts=2)]
+    return Job(model=Skips, loss=loss, data=lambda: [skip_batch()], strategy=strategy, precision="fp64")
+
+
+UNLIKE = [([0], [1, 2], [1, 2]), ([0, 1], [2], [2]), ([0, 1], [2, 3, 4, 5], [2, 3, 4, 5])]
+
+
+@pytest.mark.parametrize("devices", UNLIKE, ids=str)
+def test_sums_of_gradients_go_to_devices_with_other_samples(devices: Sequence[Sequence[int]]) -> None:
+    """They are added where the value is read, and have the samples of those devices."""
+    report = check(compile(skips(devices)), launch_inline, [skip_batch()], 1e-12)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("devices", UNLIKE, ids=str)
+def test_a_device_alone_makes_what_others_would_send(devices: Sequence[Sequence[int]]) -> None:
+    """Also sums of gradients, which have the samples of those who read the value, not of who wrote it."""
+    program = compile(skips(devices))
+    initial = synthetic_weights(program.job, program.outline)
+    for device in sorted({device for each in devices for device in each}):
+        comms = AloneComms(program.plans.comms, device)
+        options = Options(streams=False)
+        Worker(
+            setup_of(program), device, comms, initial, options, kernels={**KERNELS, "recv": arriving}
+        ).step(skip_batch())
 
 
 MEMORY = [

@@ -36,7 +36,7 @@ def test_a_loss_that_fell_or_rose(first: float, last: float, said: str) -> None:
 
 
 def test_times_of_a_worker_whose_clock_is_ahead_are_set_back() -> None:
-    recording = DeviceProfile(device=1, first=2, steps=(((10.0, 11.0, 0.5),), ((12.0, 12.5, 0.25),)))
+    recording = DeviceProfile(device=1, steps=(((10.0, 11.0, 0.5),), ((12.0, 12.5, 0.25),)))
     track = track_of(recording, ClockOffset(offset=4.0, error=0.125))
     assert track.steps == (((6.0, 7.0, 0.5),), ((8.0, 8.5, 0.25),))
     assert (track.device, track.error) == (1, 0.125)

@@ -72,6 +72,8 @@ def measuring_kernels(cache: Cache) -> Iterator[None]:
     plain: Callable[..., object] = CachingAutotuner.benchmark_all_configs
 
     def alone(*args: object, **kwargs: object) -> object:
+        # What is under way may wait for a device that needs the lock first, and `milliseconds` waits for it.
+        torch.cuda.synchronize()
         with (cache.working_folder().parent / "benchmark.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return plain(*args, **kwargs)

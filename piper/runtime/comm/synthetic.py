@@ -111,10 +111,15 @@ def form_of(env: Env, ins: Instr) -> Form:
     """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
     assert ins.comm is not None
     sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
-    sends = (each for each in env.setup.plans.of(sender).instrs if each.op == "send")
+    instrs = env.setup.plans.of(sender).instrs
+    sends = (each for each in instrs if each.op == "send")
     send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
     slot = send.reads[0]
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    # A sum of gradients lies with those who read the value: it has their samples, as the gradients have.
+    sums = {each.writes[0]: each.reads[0] for each in instrs if each.op == "add"}
+    while slot in sums:
+        slot = sums[slot]
+    assert slot.kind in ("output", "input_gradient"), f"{slot} is not a value between chunks"
     chunk = env.chunks[slot.owner]
     spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
     shape = spec.shape

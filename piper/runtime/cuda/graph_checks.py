@@ -6,9 +6,7 @@ instruction of it can be watched by itself.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,25 +17,20 @@ from piper.plan.ops import BY_HOST, Routing
 from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse, steps_fused
 from piper.runtime.setup import Setup
+from piper.runtime.trainers import empty_optimizer
 
-if TYPE_CHECKING:
-    from piper.runtime.worker import Options
-
-LOOKS = {
-    "keep_gradients": "keep_gradients",
-    "keep_outputs": "keep_outputs (--detect-nan)",
-    "profile": "profile (--profile)",
-}  # options that look into a step
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
 COUNTED = "how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
 
 
-def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_host: bool) -> None:
-    """Refuse graphs for steps that need the host. `by_host`: values of other devices come through it."""
+def check_static(setup: Setup, plans: Iterable[Plan], looks: Iterable[str] = (), *, by_host: bool) -> None:
+    """Refuse graphs for steps that need the host.
+
+    looks: what looks at single instructions. by_host: values of other devices come through the host.
+    """
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
     plans = [*plans]
     reasons = [] if setup.device.type == "cuda" else [f"device {setup.device.type} has no graphs"]
-    looks = [shown for name, shown in LOOKS.items() if getattr(options, name)]
     reasons += [f"{look} looks at single instructions" for look in looks]
     if by_host and any(ins.comm is not None for plan in plans for ins in plan.instrs):
         reasons.append("values go from device to device through the host")
@@ -83,10 +76,11 @@ def grouped(chunk: Chunk) -> bool:
 
 
 def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
-    """Return why a job's optimizer and scheduler need the host; both are tried on a single number."""
-    if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
+    """Return why a job's optimizer and scheduler need the host; both are tried without anything to train."""
+    sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
+    optimizer = empty_optimizer(setup.optimizer, sizes)
+    if optimizer is None:
         return []
-    optimizer = setup.optimizer([torch.zeros(1, requires_grad=True)])
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
     fuse(optimizer)  # as on the device
     reasons = optimizer_reasons(optimizer)

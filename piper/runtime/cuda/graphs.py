@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.comm.base import CommError
-from piper.runtime.compute import rows
-from piper.runtime.context import Bound, Env
+from piper.runtime.compute import own_rows
+from piper.runtime.context import Bound, Env, writing
 from piper.runtime.cuda.graph_checks import not_static, settings
 from piper.runtime.stream_executor import StreamExecutor, pause
 
@@ -39,30 +39,24 @@ class Intake:
 
     def load(self, env: Env, ins: Instr) -> Bound:
         """Bring this device's rows of a batch field, for one microbatch, to the device."""
-        slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
         dtype, device = env.setup.dtype, env.setup.device
         room: Tensor | None = None
-        spans: list[tuple[int, int]] = []
 
         def fill() -> None:
-            nonlocal room, spans
-            value = env.batch[field]
-            spans = spans or rows(env, ins, len(value))  # every batch is like the first one
-            parts = [value[low:high] for low, high in spans]
-            if room is None:
-                pinned = parts[0].device.type == "cpu" and device.type == "cuda"
-                shape = (sum(map(len, parts)), *parts[0].shape[1:])
-                room = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device, pin_memory=pinned)
-            for place, part in zip(room.split([*map(len, parts)]), parts, strict=True):
-                place.copy_(part)
+            nonlocal room
+            part = own_rows(env, ins)
+            if room is None:  # every batch is like the first one
+                pinned = part.device.type == "cpu" and device.type == "cuda"
+                room = torch.empty(part.shape, dtype=part.dtype, device=part.device, pin_memory=pinned)
+            room.copy_(part)
 
-        def run() -> None:
+        def bring() -> Tensor:
             assert room is not None, "it is filled before the step"
             wanted = dtype if room.dtype.is_floating_point else room.dtype
-            slots[target] = room.to(device, non_blocking=True, copy=True).to(wanted)
+            return room.to(device, non_blocking=True, copy=True).to(wanted)
 
         self.fills.append(fill)
-        return run
+        return writing(env, ins, bring)
 
     def update(self, kernel: Kernel) -> Kernel:
         """Return an update whose learning rates are read from the device."""
