@@ -88,12 +88,13 @@ class ModelLayers:
         self._stages: dict[range, Stage] = {}
         self._sums: dict[tuple[range, ...], LayerParameters] = {}
         self.walks: dict[tuple[object, ...], tuple[Grid | None, Walk]] = {}  # by the identity of a grid
+        self.orders: dict[object, float] = {}  # by candidate: of passes and transfers, seconds
 
     def divided(self, tensor: int, context: int) -> "ModelLayers":
         """Return the layers as one of the devices that divide them has them: at least so much of all."""
         share = copy(self)
         share.layers = [layer.divided(tensor, context) for layer in self.layers]
-        share._stages, share._sums, share.walks = {}, {}, {}
+        share._stages, share._sums, share.walks, share.orders = {}, {}, {}, {}
         return share
 
     def stage(self, layers: range) -> "Stage":
@@ -266,7 +267,7 @@ class Stage:
     path: Mapping[Phase, float]  # seconds of each phase from what it receives to what it passes on
     adds: float  # seconds to add its gradients to those of other microbatches
     activations: int  # bytes that a microbatch holds from its forward to its backward
-    late: int  # bytes that a microbatch holds from its BI to its BW
+    late: int  # bytes of them that a microbatch holds from its BI to its BW
     extra: Mapping[Phase, int]  # live beyond `activations` at the worst moment of a phase; below 0: fewer
     parameters: Mapping[str, LayerParameters]  # by name; a tied one counts once
     trained_bytes: int  # of a gradient of all its parameters
@@ -291,7 +292,7 @@ def stage_of(layers: tuple[Layer, ...]) -> Stage:
         path={phase: sum(layer.path[phase] for layer in layers) for phase in PHASES},
         adds=sum(layer.adds for layer in layers),
         activations=activations,
-        late=sum(union(layer.late for layer in layers).values()),
+        late=min(activations, sum(union(layer.late for layer in layers).values())),
         extra=extra,
         parameters=parameters,
         trained_bytes=sum(each.trained_bytes for each in parameters.values()),

@@ -56,7 +56,6 @@ class StrategySearch:
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # to try
-    times: dict[StrategyChoice, float] = field(default_factory=dict)  # of passes and transfers alone
     expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
@@ -182,7 +181,6 @@ class StrategySearch:
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.expanded.clear()  # bounds for this size, which were estimated from other sizes
-            self.times = {choice: t for choice, t in self.times.items() if choice.rows != leaf.choice.rows}
         result = self.ahead.take(leaf, following, self.workers)
         if isinstance(result, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=result))
@@ -245,20 +243,16 @@ class StrategySearch:
 
     def leaf(self, choice: StrategyChoice, least: float, memory: LeastMemory) -> Leaf:
         """Return a candidate with its bounds. least: the bound of its group."""
-        layers = self.model.layers(choice)
-        time = max(least, link_bound(choice, layers), self.ordered(choice))
+        layers, grid = self.model.layers(choice), grid_of(choice)
+        time = max(least, link_bound(choice, layers))
+        if choice.ranks > 1:
+            key = replace(choice, zeros=())  # ZeRO levels do not change the time of passes and transfers
+            if key not in layers.orders:
+                layers.orders[key] = order_bound(choice, layers, grid)
+            time = max(time, layers.orders[key])
         if not choice.divided:
             time = max(time, work_bound(choice, layers, sums=True))
-        return Leaf(choice=choice, bound=time, memory=memory, grid=grid_of(choice))
-
-    def ordered(self, choice: StrategyChoice) -> float:
-        """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
-        if choice.ranks == 1:
-            return 0.0
-        key = replace(choice, zeros=())
-        if key not in self.times:
-            self.times[key] = order_bound(choice, self.model.layers(choice), grid_of(choice))
-        return self.times[key]
+        return Leaf(choice=choice, bound=time, memory=memory, grid=grid)
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""
