@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import floor, log
+from multiprocessing.connection import wait
 
 from piper.directives import Directive
 from piper.errors import PiperError
@@ -21,7 +22,7 @@ from piper.simulate.account import communicators_of
 from piper.simulate.simulate import model_flops, simulate
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice, directives_of
-from piper.tuning.forked_calls import ForkedCall, wait_for_any
+from piper.tuning.forked_calls import ForkedCall
 from piper.tuning.model import Model
 
 AHEAD = 32  # entries of the queue among which processes find candidates to evaluate
@@ -263,12 +264,13 @@ class EvaluationsAhead:
 
     def collect(self) -> None:
         """Wait for a process, and keep its result."""
-        for call in wait_for_any(self.running.values()):
-            key = next(key for key, one in self.running.items() if one is call)
-            result = call.result()
-            del self.running[key]
-            if result is not None:
-                self.waiting[key] = result
+        ready = wait([call.result_file.fileno() for call in self.running.values()])
+        for key, call in [*self.running.items()]:
+            if call.result_file.fileno() in ready:
+                result = call.result()
+                del self.running[key]
+                if result is not None:
+                    self.waiting[key] = result
 
     def end(self) -> None:
         while self.running:
