@@ -173,9 +173,7 @@ def _record(
 ) -> dict[Key, Call]:
     """Run the job's loss, and return every operation that ran."""
     names = {id(module): name for name, module in reference.model.named_modules()}
-    record, draws = _Record(names), reference.replay
-    steps = reference.steps
-    drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
+    record, drawing = _Record(names), reference.replay.drawing(reference.steps, samples_in(batch), part)
     drawn = drawing if replay else nullcontext()
     with reference.unchanged(), torch.no_grad(), drawn, record, record.modules():
         reference.loss(batch)
