@@ -210,12 +210,11 @@ class EvaluationsAhead:
     evaluated: Container[CandidateKey]  # that the search has taken
     running: dict[CandidateKey, ForkedCall[Attempt]] = field(default_factory=dict)
     waiting: dict[CandidateKey, Attempt] = field(default_factory=dict)
-    prepared: dict[CandidateKey, Attempt] = field(default_factory=dict)  # that others have evaluated
     captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
         """Return the evaluation of a candidate, or why it is refused. following: returns what may be next."""
-        result = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
+        result = self.waiting.pop(leaf.key, None)
         if result is None and leaf.key not in self.running:
             asked = leaf.choice.captured_for
             divides = leaf.choice.divided and asked not in self.captured  # what a fork captures is lost
@@ -248,7 +247,7 @@ class EvaluationsAhead:
         """
         recorded = self.model.recorded
         for leaf in following:
-            known = (self.evaluated, self.running, self.waiting, self.prepared)
+            known = (self.evaluated, self.running, self.waiting)
             if leaf.open or leaf.choice.rows not in recorded or any(leaf.key in some for some in known):
                 continue
             asked = leaf.choice.captured_for
