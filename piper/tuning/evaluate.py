@@ -1,8 +1,8 @@
 """Evaluates candidates: compiles each with the shared recordings, proves it, and simulates a step.
 
-[Note: candidates evaluated ahead] While the search waits for a candidate, other processes evaluate those that
-come next in its queue, and it computes their bounds. Results wait until the search comes to them, so it takes
-the same decisions, in the same order, with any number of processes.
+[Note: candidates evaluated ahead] While the search evaluates a candidate, or waits for it, other processes
+evaluate those that come next in its queue. Results wait until the search comes to them, so it takes the same
+decisions, in the same order, with any number of processes.
 """
 
 import heapq
@@ -210,32 +210,26 @@ class EvaluationsAhead:
     evaluated: Container[CandidateKey]  # that the search has taken
     running: dict[CandidateKey, ForkedCall[Attempt]] = field(default_factory=dict)
     waiting: dict[CandidateKey, Attempt] = field(default_factory=dict)
-    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
+    captured: set[tuple[object, ...]] = field(default_factory=set)  # in this process
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
         """Return the evaluation of a candidate, or why it is refused. following: returns what may be next."""
-        result = self.waiting.pop(leaf.key, None)
-        if result is None and leaf.key not in self.running:
-            asked = leaf.choice.captured_for
-            divides = leaf.choice.divided and asked not in self.captured  # what a fork captures is lost
-            self.captured.add(asked)
-            alone = workers == 1 or not (self.running or any(self.able(following(), leaf)))
-            if divides and not alone:
-                self.fill(following, leaf, workers - 1)
-            if divides or alone:
-                return attempt(self.model, leaf.choice, leaf.grid)
-            self.start(leaf)
-        while result is None:
+        while leaf.key in self.running:
             self.fill(following, leaf, workers)
             self.collect()
-            if leaf.key not in self.running:  # None: it raised an exception, and will here
-                result = self.waiting.pop(leaf.key, None) or attempt(self.model, leaf.choice, leaf.grid)
+        result = self.waiting.pop(leaf.key, None)
+        if result is None:  # it was not started, or raised an exception, and will here
+            self.fill(following, leaf, workers - 1)
+            self.captured.add(leaf.choice.captured_for)
+            result = attempt(self.model, leaf.choice, leaf.grid)
         return result
 
     def fill(self, following: Callable[[], Iterable[Leaf]], first: Leaf, workers: int) -> None:
         """Start candidates that may be next while processes are free."""
-        for leaf in self.able(following(), first):
-            if len(self.running) >= workers or len(self.running) + len(self.waiting) > workers + SPARE:
+        leaves = self.able(following(), first)
+        while len(self.running) < workers and len(self.running) + len(self.waiting) <= workers + SPARE:
+            leaf = next(leaves, None)
+            if leaf is None:
                 return
             self.start(leaf)
 
