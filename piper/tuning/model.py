@@ -22,7 +22,7 @@ from piper.lower.buckets import make_buckets
 from piper.models.huggingface import tensor_plan
 from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
-from piper.simulate.measured import Measured, check_model
+from piper.simulate.measured import Prices
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, divided_as
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, divisors, rows_of
@@ -161,11 +161,10 @@ def layers_of(outline: CapturedModel) -> tuple[str, int]:
 
 def captured_model(
     job: Job,
-    costs: Costs,
+    prices: Prices,
     space: Space,
     devices: int,
     captured: Program | Recordings | None = None,
-    measured: Measured | None = None,
     start: Sequence[Directive] = (),
     *,
     compile: bool = False,
@@ -186,8 +185,7 @@ def captured_model(
         )
     capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
     outline = capturing.traced(sizes[0]).outline
-    if measured is not None:
-        check_model(measured, outline)
+    prices.check(outline)
     tag, count = layers_of(outline)
     alone = replace(job, strategy=[], elastic=None)
 
@@ -199,7 +197,7 @@ def captured_model(
     return Model(
         job=alone,
         capturing=capturing,
-        costs=costs,
+        costs=prices.costs,
         tag=tag,
         shapes=Shapes(
             devices=devices,

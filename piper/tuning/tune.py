@@ -17,9 +17,8 @@ from piper.ir.dtypes import DTYPES
 from piper.job import Job
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_local
-from piper.simulate.cluster import Cluster, load_cluster
-from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import MeasuredOn, read_costs
+from piper.simulate.cluster import Cluster
+from piper.simulate.measured import prices_of
 from piper.simulate.simulate import Throughput, amount_of
 from piper.tuning.choice import GIVEN, own_strategy
 from piper.tuning.evaluate import Evaluation
@@ -78,19 +77,18 @@ def tune(
     else the job's own strategy. The one whose steps are the shortest here is chosen. None: none runs.
     """
     started = time.perf_counter()
-    machine = load_cluster(cluster)
+    prices = prices_of(cluster, None if costs is None else Path(costs))
+    assert prices.cluster is not None, "it is named"
+    machine = prices.cluster
     check_counts(devices=devices, trials=trials, memory=memory, workers=workers, measure=measure)
     if measure is not None:
         check_runs_here(machine, devices)
         start = own_strategy(job, devices) if start is None else start
     limit = int(machine.usable(0) if memory is None else memory)
-    measured = None if costs is None else read_costs(Path(costs))
-    priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
         several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
-        given = captured, measured, start or ()
-        model = captured_model(job, priced, wanted, devices, *given, compile=compile)
+        model = captured_model(job, prices, wanted, devices, captured, start or (), compile=compile)
         if memory is None:
             model = replace(model, communicator=machine.communicator * (1 - machine.fragmentation))
         search = StrategySearch(
