@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from piper.check.slicing import BatchSlicing
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Parameter
 from piper.ir.sharding import Shard
-
-Indices = list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +43,17 @@ class ProductShards:
     rows: Sequence[DimensionCut] = ()  # an inner axis cuts what those before it leave
 
 
-def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int) -> list[Indices]:
+def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int, device: torch.device) -> list[Tensor]:
     """Return which indices of a dimension each device has."""
-    pieces = [list(range(size))]
-    for cut in cuts:
-        if cut.dim == dim and cut.zigzag:
-            halves = [dealt(piece, 1, 2 * cut.degree) for piece in pieces]
-            pieces = [each[i] + each[-1 - i] for each in halves for i in range(cut.degree)]
-        elif cut.dim == dim:
-            pieces = [part for piece in pieces for part in dealt(piece, cut.blocks, cut.degree)]
+    pieces = [torch.arange(size, device=device)]
+    for cut in (cut for cut in cuts if cut.dim == dim):
+        if cut.zigzag:
+            halves = [piece.view(2 * cut.degree, -1) for piece in pieces]
+            pieces = [torch.cat([each[i], each[-1 - i]]) for each in halves for i in range(cut.degree)]
+        else:  # each of some equal blocks is cut into as many slices
+            slices = [piece.view(cut.blocks, cut.degree, -1) for piece in pieces]
+            pieces = [each[:, i].flatten() for each in slices for i in range(cut.degree)]
     return pieces
-
-
-def dealt(indices: Indices, blocks: int, degree: int) -> list[Indices]:
-    """Cut each of some equal blocks of a dimension into as many slices, and return those of each device."""
-    each = len(indices) // (blocks * degree)
-    starts = [[(block * degree + rank) * each for block in range(blocks)] for rank in range(degree)]
-    return [[index for start in some for index in indices[start : start + each]] for some in starts]
 
 
 def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
@@ -147,11 +140,8 @@ class Fp8Products(TorchFunctionMode):
     def cuts(self, name: str, weight: Tensor) -> list[Cut]:
         """Return the outputs and inputs of each slice of a weight, which is given as [out, in]."""
         swapped, slices = weight.stride() != self.stored[name], self.shards[name].slices
-        both = [
-            [torch.tensor(piece, device=weight.device) for piece in pieces_of(slices, dim, size)]
-            for dim, size in zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
-        ]
-        return [(outputs, inputs) for outputs in both[0] for inputs in both[1]]
+        dims = zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
+        return [*product(*(pieces_of(slices, dim, size, weight.device) for dim, size in dims))]
 
     def groups(self, chunk: str, x: Tensor, shards: ProductShards) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
@@ -181,8 +171,7 @@ class Fp8Products(TorchFunctionMode):
             length = shape.numel() // len(self.samples) if flat else shape[dim]
             inner = 1 if flat else shape[dim + 1 :].numel()
             place = torch.arange(shape.numel(), device=device) // inner % length
-            slices = (torch.tensor(own, device=device) for own in pieces_of(shards.rows, dim, length))
-            yield [torch.isin(place, own) for own in slices]
+            yield [torch.isin(place, own) for own in pieces_of(shards.rows, dim, length, device)]
 
 
 def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:  # noqa: ANN401
