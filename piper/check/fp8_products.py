@@ -141,7 +141,8 @@ class Fp8Products(TorchFunctionMode):
         """Return the outputs and inputs of each slice of a weight, which is given as [out, in]."""
         swapped, slices = weight.stride() != self.stored[name], self.shards[name].slices
         dims = zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
-        return [*product(*(pieces_of(slices, dim, size, weight.device) for dim, size in dims))]
+        outputs, inputs = (pieces_of(slices, dim, size, weight.device) for dim, size in dims)
+        return [*product(outputs, inputs)]
 
     def groups(self, chunk: str, x: Tensor, shards: ProductShards) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""

@@ -148,6 +148,17 @@ def order_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) 
     return makespan(grid, seconds)
 
 
+def time_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> float:
+    """Return the least time of a candidate. grid: the order of its pipeline, where it is known."""
+    least = link_bound(choice, layers)
+    if choice.ranks > 1:
+        key = replace(choice, zeros=())  # ZeRO levels do not change the time of passes and transfers
+        if key not in layers.orders:
+            layers.orders[key] = order_bound(choice, layers, grid)
+        least = max(least, layers.orders[key])
+    return least if choice.divided else max(least, work_bound(choice, layers, sums=True))
+
+
 def link_bound(choice: StrategyChoice, layers: ModelLayers) -> float:
     """Return the time for which a device's links are busy with parameters and gradients."""
     if choice.width == 1:

@@ -146,8 +146,6 @@ def layers_of(outline: CapturedModel) -> tuple[str, int]:
     everywhere = [
         tag for tag in tags if all(tag in dict(chunk.tags) for chunk in outline.chunks) and len(tags[tag]) > 1
     ]
-    if TAG in everywhere:
-        return TAG, len(tags[TAG])
     if not everywhere:
         raise ConfigError(
             "the model has no repeated layers to divide into stages",
@@ -155,7 +153,7 @@ def layers_of(outline: CapturedModel) -> tuple[str, int]:
             facts={"regions": ", ".join(f"{tag} {len(indices)}" for tag, indices in tags.items()) or "none"},
             hint="annotate them: model=lambda: piper.annotate_layers(Model()), or annotate_modules(...)",
         )
-    tag = max(everywhere, key=lambda name: (len(tags[name]), name))
+    tag = max(everywhere, key=lambda name: (name == TAG, len(tags[name]), name))
     return tag, len(tags[tag])
 
 

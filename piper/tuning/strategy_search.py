@@ -10,14 +10,13 @@ from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesise
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
-    LeastMemory,
-    link_bound,
     loads_of,
     memory_bound,
     order_bound,
     rank_memory,
     stage_costs,
     synthesis_memory,
+    time_bound,
     work_bound,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice, given_choice
@@ -233,26 +232,15 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                memory = memory_bound(choice, self.model.layers(choice), grid_of(choice))
+                layers, grid = self.model.layers(choice), grid_of(choice)
+                memory = memory_bound(choice, layers, grid)
                 if memory.total > limit:
                     unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:
-                    fitting.append(self.leaf(choice, group.bound, memory))
+                    bound = max(group.bound, time_bound(choice, layers, grid))
+                    fitting.append(Leaf(choice=choice, bound=bound, memory=memory, grid=grid))
             self.expanded[group] = fitting, unfit
         return self.expanded[group]
-
-    def leaf(self, choice: StrategyChoice, least: float, memory: LeastMemory) -> Leaf:
-        """Return a candidate with its bounds. least: the bound of its group."""
-        layers, grid = self.model.layers(choice), grid_of(choice)
-        time = max(least, link_bound(choice, layers))
-        if choice.ranks > 1:
-            key = replace(choice, zeros=())  # ZeRO levels do not change the time of passes and transfers
-            if key not in layers.orders:
-                layers.orders[key] = order_bound(choice, layers, grid)
-            time = max(time, layers.orders[key])
-        if not choice.divided:
-            time = max(time, work_bound(choice, layers, sums=True))
-        return Leaf(choice=choice, bound=time, memory=memory, grid=grid)
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""
