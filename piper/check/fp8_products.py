@@ -158,21 +158,15 @@ class Fp8Products(TorchFunctionMode):
         parts = self.slicing.slices(chunk, self.total)
         wanted = (torch.tensor(part.samples, device=x.device) for part in parts)
         rows = [torch.isin(sample, part) for part in wanted]
-        for own in self.places(shape, shards, x.device):
-            rows = [part & own_place for part in rows for own_place in own]
+        for dim in {cut.dim for cut in shards.rows}:  # of the axes that cut the sequence
+            flat = len(shape) <= dim  # samples and places in one dimension
+            length = shape.numel() // count if flat else shape[dim]
+            inner = 1 if flat else shape[dim + 1 :].numel()
+            place = torch.arange(shape.numel(), device=x.device) // inner % length
+            own = [torch.isin(place, piece) for piece in pieces_of(shards.rows, dim, length, x.device)]
+            rows = [part & each for part in rows for each in own]
         groups = [part.nonzero().squeeze(1) for part in rows]
         return [group for group in groups if len(group)]
-
-    def places(
-        self, shape: torch.Size, shards: ProductShards, device: torch.device
-    ) -> Iterator[list[Tensor]]:
-        """Yield which rows each device of the axes that cut the sequence has."""
-        for dim in {cut.dim for cut in shards.rows}:
-            flat = len(shape) <= dim  # samples and places in one dimension
-            length = shape.numel() // len(self.samples) if flat else shape[dim]
-            inner = 1 if flat else shape[dim + 1 :].numel()
-            place = torch.arange(shape.numel(), device=device) // inner % length
-            yield [torch.isin(place, own) for own in pieces_of(shards.rows, dim, length, device)]
 
 
 def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:  # noqa: ANN401
