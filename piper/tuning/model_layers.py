@@ -179,20 +179,14 @@ class ModelLayers:
         """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
         if "B" not in chunk.phases:
             return {}
-        storages: dict[Storage, int] = {}
-        reading = set(chunk.phases["B"].inputs) | set(chunk.kept_inputs.get("B", ()))
+        reading = {*chunk.phases["B"].inputs, *chunk.kept_inputs.get("B", ())}
         if self.across:
-            reading |= set(chunk.phases["F"].inputs) if chunk.saved else set()
-            inner = {
-                place
-                for place, source in enumerate(chunk.inputs)
-                if isinstance(source, Output) and self.numbers[source.chunk] == number
-            }
-            reading -= inner
-        else:
-            for kind, members in bundles(chunk).items():
-                storages |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
-        return storages | self._inputs(chunk, reading)
+            reading |= {*chunk.phases["F"].inputs} if chunk.saved else set()
+            return self._inputs(chunk, reading, outside=number)
+        storages = self._inputs(chunk, reading)
+        for kind, members in bundles(chunk).items():
+            storages |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
+        return storages
 
     def _late(self, chunk: Chunk) -> dict[Storage, int]:
         """Return what stays until BW: what it reads of the forward and of BI, and gradients of outputs."""
@@ -208,12 +202,12 @@ class ModelLayers:
             storages |= self._inputs(chunk, {*spec.inputs, *chunk.kept_inputs.get("BW", ())})
         return storages
 
-    def _inputs(self, chunk: Chunk, places: Iterable[int]) -> dict[Storage, int]:
-        """Return the storages of inputs that other chunks make."""
+    def _inputs(self, chunk: Chunk, places: Iterable[int], outside: int = -1) -> dict[Storage, int]:
+        """Return the storages of inputs that other chunks make; of a layer, if any, only those outside it."""
         storages: dict[Storage, int] = {}
         for place in places:
             source = chunk.inputs[place]
-            if isinstance(source, Output):
+            if isinstance(source, Output) and self.numbers[source.chunk] != outside:
                 maker = self.by_name[source.chunk]
                 storages |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
         return storages
