@@ -65,14 +65,11 @@ def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
     slices, rows = list[DimensionCut](), list[DimensionCut]()
     for axis in {each.axis: each for each in strategy if isinstance(each, ShardAxis)}.values():
         own = held.get(axis.axis)
-        if own is None:
-            continue
-        cuts_rows = own.partial and (axis.batch or axis.between is not None)
-        if isinstance(own.placement, Shard):
-            held_as = own.placement
-            slices.append(DimensionCut(dim=held_as.dim, blocks=held_as.blocks, degree=own.degree))
-        elif cuts_rows:
-            dim = (axis.batch[0][1] if axis.batch else axis.between) or 0
+        dim = axis.batch[0][1] if axis.batch else axis.between  # None: it cuts no rows
+        if own is not None and isinstance(own.placement, Shard):
+            cut = own.placement
+            slices.append(DimensionCut(dim=cut.dim, blocks=cut.blocks, degree=own.degree))
+        elif own is not None and own.partial and dim is not None:
             rows.append(DimensionCut(dim=dim, zigzag=axis.balance == "zigzag", degree=own.degree))
     return ProductShards(slices=slices, rows=rows[::-1])
 

@@ -139,10 +139,9 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     near = max(CLOSE, rounding)
     uneven, mixing = dict[str, None](), dict[str, None]()
     for key, call in whole.items():
-        others = [calls.get(key) for calls in parts]
-        if any(other is None or len(other.results) != len(call.results) for other in others):
+        known = [calls[key] for calls in parts if key in calls]
+        if [len(other.results) for other in known] != [len(call.results)] * len(parts):
             continue  # control flow that depends on the data: not comparable
-        known = [other for other in others if other is not None]
         for index, value in enumerate(call.results):
             each = [other.results[index].tensor for other in known]
             value.kind = kind_of(value.tensor, each, slices, near)

@@ -10,7 +10,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from operator import add
@@ -176,12 +176,11 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers) -> float:
     return worst
 
 
-def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
-    """Return the least that a device of a rank sends for parameters and gradients: operations and bytes."""
+def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> Iterator[tuple[Op, int]]:
+    """Yield the least that a device of a rank sends for parameters and gradients: operations and bytes."""
     replicas = choice.replicas
     if replicas < 2 or choice.experts > 1:  # divided experts are reduced in smaller groups, and left out
-        return []
-    sent: list[tuple[Op, int]] = []
+        return
     times = choice.microbatches if sum(len(stage.layers) for stage in stages) > 1 else 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
@@ -193,12 +192,11 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
             if not nbytes:
                 continue
             if zero == 0:
-                sent.append(("all_reduce", 2 * sums))
+                yield "all_reduce", 2 * sums
                 continue
             uses = times if place + 1 == len(stage.layers) else 2 * times
-            sent.append(("reduce_scatter", sums * times if zero >= 2 else sums))
-            sent.append(("gather", nbytes * uses if zero == 3 else nbytes))
-    return sent
+            yield "reduce_scatter", sums * times if zero >= 2 else sums
+            yield "gather", nbytes * uses if zero == 3 else nbytes
 
 
 def memory_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> LeastMemory:
