@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from piper.check.slicing import BatchSlicing
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Parameter
 from piper.ir.sharding import Shard
-
-Indices = list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +43,17 @@ class ProductShards:
     rows: Sequence[DimensionCut] = ()  # an inner axis cuts what those before it leave
 
 
-def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int) -> list[Indices]:
+def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int, device: torch.device) -> list[Tensor]:
     """Return which indices of a dimension each device has."""
-    pieces = [list(range(size))]
-    for cut in cuts:
-        if cut.dim == dim and cut.zigzag:
-            halves = [dealt(piece, 1, 2 * cut.degree) for piece in pieces]
-            pieces = [each[i] + each[-1 - i] for each in halves for i in range(cut.degree)]
-        elif cut.dim == dim:
-            pieces = [part for piece in pieces for part in dealt(piece, cut.blocks, cut.degree)]
+    pieces = [torch.arange(size, device=device)]
+    for cut in (cut for cut in cuts if cut.dim == dim):
+        if cut.zigzag:
+            halves = [piece.view(2 * cut.degree, -1) for piece in pieces]
+            pieces = [torch.cat([each[i], each[-1 - i]]) for each in halves for i in range(cut.degree)]
+        else:  # each of some equal blocks is cut into as many slices
+            slices = [piece.view(cut.blocks, cut.degree, -1) for piece in pieces]
+            pieces = [each[:, i].flatten() for each in slices for i in range(cut.degree)]
     return pieces
-
-
-def dealt(indices: Indices, blocks: int, degree: int) -> list[Indices]:
-    """Cut each of some equal blocks of a dimension into as many slices, and return those of each device."""
-    each = len(indices) // (blocks * degree)
-    starts = [[(block * degree + rank) * each for block in range(blocks)] for rank in range(degree)]
-    return [[index for start in some for index in indices[start : start + each]] for some in starts]
 
 
 def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
@@ -72,14 +65,11 @@ def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
     slices, rows = list[DimensionCut](), list[DimensionCut]()
     for axis in {each.axis: each for each in strategy if isinstance(each, ShardAxis)}.values():
         own = held.get(axis.axis)
-        if own is None:
-            continue
-        cuts_rows = own.partial and (axis.batch or axis.between is not None)
-        if isinstance(own.placement, Shard):
-            held_as = own.placement
-            slices.append(DimensionCut(dim=held_as.dim, blocks=held_as.blocks, degree=own.degree))
-        elif cuts_rows:
-            dim = (axis.batch[0][1] if axis.batch else axis.between) or 0
+        dim = axis.batch[0][1] if axis.batch else axis.between  # None: it cuts no rows
+        if own is not None and isinstance(own.placement, Shard):
+            cut = own.placement
+            slices.append(DimensionCut(dim=cut.dim, blocks=cut.blocks, degree=own.degree))
+        elif own is not None and own.partial and dim is not None:
             rows.append(DimensionCut(dim=dim, zigzag=axis.balance == "zigzag", degree=own.degree))
     return ProductShards(slices=slices, rows=rows[::-1])
 
@@ -147,11 +137,9 @@ class Fp8Products(TorchFunctionMode):
     def cuts(self, name: str, weight: Tensor) -> list[Cut]:
         """Return the outputs and inputs of each slice of a weight, which is given as [out, in]."""
         swapped, slices = weight.stride() != self.stored[name], self.shards[name].slices
-        both = [
-            [torch.tensor(piece, device=weight.device) for piece in pieces_of(slices, dim, size)]
-            for dim, size in zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
-        ]
-        return [(outputs, inputs) for outputs in both[0] for inputs in both[1]]
+        dims = zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
+        outputs, inputs = (pieces_of(slices, dim, size, weight.device) for dim, size in dims)
+        return [*product(outputs, inputs)]
 
     def groups(self, chunk: str, x: Tensor, shards: ProductShards) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
@@ -167,22 +155,15 @@ class Fp8Products(TorchFunctionMode):
         parts = self.slicing.slices(chunk, self.total)
         wanted = (torch.tensor(part.samples, device=x.device) for part in parts)
         rows = [torch.isin(sample, part) for part in wanted]
-        for own in self.places(shape, shards, x.device):
-            rows = [part & own_place for part in rows for own_place in own]
+        for dim in {cut.dim for cut in shards.rows}:  # of the axes that cut the sequence
+            flat = len(shape) <= dim  # samples and places in one dimension
+            length = shape.numel() // count if flat else shape[dim]
+            inner = 1 if flat else shape[dim + 1 :].numel()
+            place = torch.arange(shape.numel(), device=x.device) // inner % length
+            own = [torch.isin(place, piece) for piece in pieces_of(shards.rows, dim, length, x.device)]
+            rows = [part & each for part in rows for each in own]
         groups = [part.nonzero().squeeze(1) for part in rows]
         return [group for group in groups if len(group)]
-
-    def places(
-        self, shape: torch.Size, shards: ProductShards, device: torch.device
-    ) -> Iterator[list[Tensor]]:
-        """Yield which rows each device of the axes that cut the sequence has."""
-        for dim in {cut.dim for cut in shards.rows}:
-            flat = len(shape) <= dim  # samples and places in one dimension
-            length = shape.numel() // len(self.samples) if flat else shape[dim]
-            inner = 1 if flat else shape[dim + 1 :].numel()
-            place = torch.arange(shape.numel(), device=device) // inner % length
-            slices = (torch.tensor(own, device=device) for own in pieces_of(shards.rows, dim, length))
-            yield [torch.isin(place, own) for own in slices]
 
 
 def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:  # noqa: ANN401

@@ -139,10 +139,9 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     near = max(CLOSE, rounding)
     uneven, mixing = dict[str, None](), dict[str, None]()
     for key, call in whole.items():
-        others = [calls.get(key) for calls in parts]
-        if any(other is None or len(other.results) != len(call.results) for other in others):
+        known = [calls[key] for calls in parts if key in calls]
+        if [len(other.results) for other in known] != [len(call.results)] * len(parts):
             continue  # control flow that depends on the data: not comparable
-        known = [other for other in others if other is not None]
         for index, value in enumerate(call.results):
             each = [other.results[index].tensor for other in known]
             value.kind = kind_of(value.tensor, each, slices, near)
@@ -173,9 +172,7 @@ def _record(
 ) -> dict[Key, Call]:
     """Run the job's loss, and return every operation that ran."""
     names = {id(module): name for name, module in reference.model.named_modules()}
-    record, draws = _Record(names), reference.replay
-    steps = reference.steps
-    drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
+    record, drawing = _Record(names), reference.replay.drawing(reference.steps, samples_in(batch), part)
     drawn = drawing if replay else nullcontext()
     with reference.unchanged(), torch.no_grad(), drawn, record, record.modules():
         reference.loss(batch)

@@ -166,7 +166,7 @@ class Reference:
         if not same and (random or self.replay.products is not None):
             why = "workers get a batch that is padded, or whose samples are repeated"
             raise ReplayError(why) if random else ReplayError(why, "gradients cannot be rounded to fp8")
-        with self.replay.whole(self.steps, samples_in(batch)) if same else nullcontext():
+        with self.replay.drawing(self.steps, samples_in(batch)) if same else nullcontext():
             result = self.loss(batch)
         loss = result[0] / result[1] if isinstance(result, tuple) else result
         loss.backward()
@@ -194,7 +194,7 @@ class Reference:
         return total / weights
 
     def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
-        with self.replay.slice(self.steps, part):
+        with self.replay.drawing(self.steps, len(part.samples), part):
             return self.loss(take(batch, part.samples), part.samples)
 
     def _counted(

@@ -83,21 +83,14 @@ class Replay:
         self.repeated: list[str] = []
 
     @contextmanager
-    def whole(self, step: int, samples: int) -> Iterator[None]:
-        """Draw for all slices at once inside the block."""
-        slices = {chunk: [*self.slicing.slices(chunk, samples)] for chunk in self.slicing.placed}
-        yield from self._drawing(step, samples, slices)
-
-    @contextmanager
-    def slice(self, step: int, part: Slice) -> Iterator[None]:
-        """Draw for one slice inside the block."""
+    def drawing(self, step: int, samples: int, part: Slice | None = None) -> Iterator[None]:
+        """Draw for so many samples inside the block: those of one slice, or of all slices at once."""
         slices = {
-            chunk: [part] if part.replica < len(placed.get(part.part, ())) else []
+            chunk: [*self.slicing.slices(chunk, samples)]
+            if part is None
+            else [part] * (part.replica < len(placed.get(part.part, ())))
             for chunk, placed in self.slicing.placed.items()
         }
-        yield from self._drawing(step, len(part.samples), slices)
-
-    def _drawing(self, step: int, samples: int, slices: Mapping[str, Sequence[Slice]]) -> Iterator[None]:
         before = self.generator.get_state()
         draws = _Draws(self, step, samples, slices)
         try:

@@ -62,10 +62,6 @@ class BatchSlicing:
 
 def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlicing:
     """Read from the plans where each forward runs; the outline says how many devices share samples."""
-
-    def in_order(chunk: str, part: Tags, devices: set[int]) -> Devices:
-        return tuple(device for device in plans.chunks[chunk].devices_for(part) if device in devices)
-
     degrees = {} if outline is None else {chunk.name: outline.degree(chunk) for chunk in outline.chunks}
     devices: dict[str, dict[Tags, set[int]]] = {}
     counts: dict[str, int] = {}
@@ -76,10 +72,11 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
                 devices.setdefault(chunk, {}).setdefault(part, set()).update(plan.devices)
                 for axis, index in part:
                     counts[axis] = max(counts.get(axis, 0), index + 1)
-    placed = {
-        chunk: {part: in_order(chunk, part, parts[part])[:: degrees.get(chunk, 1)] for part in sorted(parts)}
-        for chunk, parts in devices.items()
-    }
+    placed: dict[str, dict[Tags, Devices]] = {}
+    for chunk, parts in devices.items():
+        for part in sorted(parts):
+            running = [one for one in plans.chunks[chunk].devices_for(part) if one in parts[part]]
+            placed.setdefault(chunk, {})[part] = tuple(running[:: degrees.get(chunk, 1)])
     cells = math.lcm(*(len(each) for parts in placed.values() for each in parts.values()))
     return BatchSlicing(placed=placed, cells=cells, counts=counts)
 

@@ -1,10 +1,11 @@
 """Measures the machine it runs on, as an entry for the simulator's clusters."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import median_high
 from time import perf_counter
 from typing import cast
 
@@ -20,7 +21,7 @@ from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import MeasuredTimes, collect_times
 from piper.simulate.cluster import FP8, Cluster, Link
-from piper.simulate.measured import line_through
+from piper.simulate.measured import by_size, line_through
 from piper.train.measure import profile_of
 
 WIDTHS = (32, 128, 256, 512, 1024)  # of the layers whose gradients travel: 4 KiB to 4 MiB
@@ -41,16 +42,11 @@ class Layers(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(width, width)) for width in WIDTHS)
 
     def forward(self, x: Tensor) -> Tensor:
-        total = x.sum()
+        total = x.mean()
         for weight in self.weights:
             with piper.annotate("LAYER"):
-                total = total + (weight * x.sum()).mean()
+                total = total + (weight * x.mean()).mean()
         return total
-
-
-def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a number that depends on every layer."""
-    return cast(Tensor, model(batch["x"]))
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -71,18 +67,19 @@ def measure() -> Cluster:
     finally:
         torch.set_num_threads(threads)
     latency, peak, gap = conversation()
-    on_host = 0.0 if is_accelerator(kind) else 1.0  # a process that sends or receives copies
+    device = torch.get_device_module(kind).get_device_properties(0) if is_accelerator(kind) else None
+    on_host = 1.0 if device is None else 0.0  # a process that sends or receives copies
     link = Link(name="node", devices=0, bandwidth=peak, latency=latency, cores=on_host)
     return Cluster(
         name="measured",
         links=(link,),
         flops=flops,
-        memory=memory(kind),
+        memory=float(device.total_memory if device else machine_memory()),
         memory_bandwidth=bandwidth,
         launch=gap,
         kernel=tiny(kind),
         devices=accelerators() or 64,
-        cores=0 if is_accelerator(kind) else os.cpu_count() or 1,
+        cores=0 if device else os.cpu_count() or 1,
     )
 
 
@@ -128,37 +125,31 @@ def tiny(kind: str) -> float:
     return best(many, kind) / TINY
 
 
-def memory(kind: str) -> float:
-    """Return the bytes of memory of a device."""
-    if is_accelerator(kind):
-        return float(torch.get_device_module(kind).get_device_properties(0).total_memory)
-    return float(machine_memory())
-
-
-def conversation() -> tuple[float, float, float]:
-    """Run a small job on two workers. Return latency and bandwidth, and the time between two instructions."""
-    job = piper.Job(
+def small_job() -> piper.Job:
+    """Return a job of two workers that sends more than it computes."""
+    return piper.Job(
         model=Layers,
-        loss=loss,
+        loss=lambda model, batch: cast(Tensor, model(batch["x"])),
         data=batches,
         strategy=[piper.replicate(piper.at(), [0, 1])],
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         steps=STEPS + WARM,
     )
-    program = compile(job)
+
+
+def conversation() -> tuple[float, float, float]:
+    """Run a small job on two workers. Return latency and bandwidth, and the time between two instructions."""
+    program = compile(small_job())
     with launcher(program, "local", Options(profile=STEPS)) as run:
         for batch in batches():
             run.step(batch)
         profile = profile_of(run, program, "", "local")
     samples = MeasuredTimes()
     collect_times(profile, samples, by_thread=False)
-    quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
-    for nbytes, took in samples.talks["all_reduce"]:
-        quickest[nbytes] = min(took, quickest.get(nbytes, took))
-    line = line_through(list(quickest.items()))
-    gaps = sorted(samples.gaps)
+    sizes = by_size(samples.talks["all_reduce"])
+    line = line_through([(size, min(times)) for size, times in sizes])  # other work can only slow it down
     bandwidth = 1 / line.slope if line.slope else 1e12
-    return line.base / ROUNDS, bandwidth, gaps[len(gaps) // 2] if gaps else 0.0
+    return line.base / ROUNDS, bandwidth, median_high(samples.gaps) if samples.gaps else 0.0
 
 
 def toml_lines(record: Cluster | Link) -> Iterator[str]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from piper.cli.application import Answer, Compile, CostsFile, Recipe
 from piper.cli.reports import CandidateReport, TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
 from piper.process.files import refuse_existing
 
@@ -110,8 +110,10 @@ def tune(
 def write_new(file: Path | None, text: str) -> None:
     """Write a file that did not exist, if one was asked for."""
     if file is not None:
-        refuse_existing(file)
-        file.write_text(text, encoding="utf-8")
+        hint = "name a file in a folder that exists and that you own"
+        with file_errors("the strategy cannot be written", file, hint):
+            refuse_existing(file)
+            file.write_text(text, encoding="utf-8")
 
 
 def read_size(text: str) -> int:

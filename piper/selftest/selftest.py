@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from piper.errors import ConfigError
-from piper.ir.format import count, seconds, size
+from piper.ir.format import count, size
 from piper.models import decoder
 from piper.run.launch import shared_place
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator, module
@@ -22,7 +22,7 @@ from piper.selftest.comm_cases import CASES
 from piper.selftest.compositions import TOLERANCE, compared, compositions, killed_and_recovered
 from piper.selftest.peers import PEERS, Training, compare
 from piper.selftest.rank_process import LARGE, Processes, measured_collectives, measured_links
-from piper.selftest.selftest_page import DIFFERENCE, RATIO, Column, Part, ResultRow, SelftestPage, rate
+from piper.selftest.selftest_page import Part, ResultRow, SelftestPage
 from piper.version import VERSION
 from piper.workers.rank_environment import check_alone
 from piper.workers.serve import crowded
@@ -172,36 +172,32 @@ def training_for(machine: Machine) -> Training:
     )  # fmt: skip
 
 
-APART = Column("difference", "losses apart", DIFFERENCE)
 PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[ResultRow]]]] = {
-    "versions": (Part(title="Versions", first="", columns=(Column("is", ""),)), versions),
+    "versions": (Part(title="Versions", first="", columns={"is": ""}), versions),
     "links": (Part(
         title="Links", first="ranks", about="From each rank to the next, one at a time.",
-        columns=(Column("latency_s", "latency", seconds), Column("bytes_per_s", "bandwidth", rate),
-                 Column("note", "")),
+        columns={"latency_s": "latency", "bytes_per_s": "bandwidth", "note": ""},
     ), links),
     "collectives": (Part(
         title="Collectives", first="collective",
-        columns=(Column("cases", "cases compared"), Column("nbytes", "tensor", size),
-                 Column("step_s", "time", seconds), Column("bytes_per_s", "bandwidth", rate)),
+        columns={"cases": "cases compared", "nbytes": "tensor", "step_s": "time", "bytes_per_s": "bandwidth"},
         about="Against values computed on one host: several types, uneven lengths, no rows. "
               "The bandwidth is that of each rank's link.",
     ), collectives),
     "compositions": (Part(
         title="Compositions", first="strategy",
-        columns=(Column("difference", "largest difference", DIFFERENCE), Column("took_s", "took", seconds)),
+        columns={"difference": "largest difference", "took_s": "took"},
         about="Two float64 steps against plain PyTorch on one device: losses, gradients, parameters.",
     ), composed),
     "kill": (Part(
         title="A killed worker", first="signal",
-        columns=(Column("recovered_s", "to the end of the step", seconds),
-                 Column("step_s", "an ordinary step", seconds), APART),
+        columns={"recovered_s": "to the end of the step", "step_s": "an ordinary step",
+                 "difference": "losses apart"},
         about="In the middle of a step. The run replaces it, repeats the step, and trains on.",
     ), killed),
     "torch": (Part(
         title="Beside torch", first="peer",
-        columns=(Column("piper_s", "piper", seconds), Column("torch_s", "torch", seconds),
-                 Column("ratio", "ratio", RATIO), APART),
+        columns={"piper_s": "piper", "torch_s": "torch", "ratio": "ratio", "difference": "losses apart"},
         about="Medians of steps that both sides take in turns: the same model, weights and batch. "
               "All is float32. Ratios are no part of the verdict.",
     ), beside_torch),

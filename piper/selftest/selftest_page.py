@@ -3,31 +3,24 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.ir.format import count, size
+from piper.ir.format import count, seconds, size
 
 MARK = "# Piper self-test"  # by which the file is known
-DIFFERENCE, RATIO = "{:.1e}".format, "{:.2f}x".format  # how columns are written
 WORDS = {True: "passed", False: "**FAILED**", None: ""}
 Figure = float | str
+SHOW: Mapping[str, Callable[[float], str]] = {  # how figures are written; others as seconds, or as they are
+    "bytes_per_s": lambda rate: f"{size(rate)}/s",
+    "nbytes": size,
+    "difference": "{:.1e}".format,
+    "ratio": "{:.2f}x".format,
+}
 
 
-def rate(value: float) -> str:
-    """Return bytes per second as text."""
-    return f"{size(value)}/s"
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table: its name in JSON, its heading, and how its figures are written."""
-
-    key: str
-    title: str
-    show: Callable[[float], str] | None = None  # None: as it is
-
-    def cell(self, row: "ResultRow") -> str:
-        """Return the figure of a row as text. Empty: it has none."""
-        figure = row.figures.get(self.key, "")
-        return str(figure) if self.show is None or isinstance(figure, str) else self.show(figure)
+def cell(key: str, figure: Figure) -> str:
+    """Return a figure as text."""
+    if isinstance(figure, str):
+        return figure
+    return SHOW.get(key, seconds if key.endswith("_s") else str)(figure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +39,7 @@ class Part:
 
     title: str
     first: str  # the heading of the names
-    columns: tuple[Column, ...]
+    columns: Mapping[str, str]  # headings, by the names of figures in JSON
     about: str = ""
     rows: tuple[ResultRow, ...] = ()
     seconds: float = 0.0
@@ -60,11 +53,11 @@ class Part:
         """Yield its lines."""
         checked = any(row.ok is not None for row in self.rows)
         yield from ("", f"## {self.title}", "", *([self.about, ""] if self.about else []))
-        headings = [self.first, *(column.title for column in self.columns), *(["result"] if checked else [])]
+        headings = [self.first, *self.columns.values(), *(["result"] if checked else [])]
         yield line(headings)
         yield line(["---"] * len(headings))
         for row in self.rows:
-            cells = [column.cell(row) for column in self.columns]
+            cells = [cell(key, row.figures.get(key, "")) for key in self.columns]
             yield line([row.name, *cells, *([WORDS[row.ok]] if checked else [])])
         for row in self.rows:
             if row.why:

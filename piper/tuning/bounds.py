@@ -10,14 +10,13 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from operator import add
 
 import numpy as np
 
-from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.grid import Grid, Row
 from piper.schedules.synthesis.synthesise import bound as least_makespan
@@ -82,20 +81,16 @@ def work_bound(choice: StrategyChoice, layers: ModelLayers, *, sums: bool = Fals
 
     sums: also count how long gradients of microbatches are added up, which the ZeRO level decides.
     """
-    stages, placement = stages_of(choice, layers), choice.placement
-    arrivals = [0.0]
-    for stage in stages[:-1]:
-        arrivals.append(arrivals[-1] + stage.path["F"])
+    arrival, first = 0.0, dict[int, float]()  # of the first microbatch: at a stage, and at each rank
     busy = [0.0] * choice.ranks
-    first = [float("inf")] * choice.ranks
-    for number, stage in enumerate(stages):
-        rank = placement.ranks[number]
+    for rank, stage in zip(choice.placement.ranks, stages_of(choice, layers), strict=True):
         backward = min(stage.work["B"], stage.work["BI"] + stage.work["BW"])  # whole or in halves
         busy[rank] += choice.microbatches * (stage.work["F"] + backward)
         if sums and choice.zeros[rank] < 2:
             busy[rank] += (choice.microbatches - 1) * stage.adds
-        first[rank] = min(first[rank], arrivals[number])
-    costs, alone = layers.costs, max(begin + spent for begin, spent in zip(first, busy, strict=True))
+        first.setdefault(rank, arrival)
+        arrival += stage.path["F"]
+    costs, alone = layers.costs, max(first[rank] + spent for rank, spent in enumerate(busy))
     if not costs.cores:
         return alone
     share = min(costs.node, choice.devices)
@@ -134,8 +129,7 @@ def stage_costs(
 
 def hop_seconds(choice: StrategyChoice, layers: ModelLayers, stage: int) -> float:
     """Return the time of the transfer from a stage to the next; 0 within a rank."""
-    ranks = choice.placement.ranks
-    source, target = ranks[stage], ranks[stage + 1]
+    source, target = choice.placement.ranks[stage : stage + 2]
     nbytes = layers.layers[choice.stages[stage][-1]].sends
     if source == target or not nbytes:
         return 0.0
@@ -152,6 +146,17 @@ def order_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) 
     if grid is None or any(len(group) > 1 for row in grid.rows for group in row):
         return least_makespan(seconds, choice.placement, choice.microbatches)  # members may interleave
     return makespan(grid, seconds)
+
+
+def time_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> float:
+    """Return the least time of a candidate. grid: the order of its pipeline, where it is known."""
+    least = link_bound(choice, layers)
+    if choice.ranks > 1:
+        key = replace(choice, zeros=())  # ZeRO levels do not change the time of passes and transfers
+        if key not in layers.orders:
+            layers.orders[key] = order_bound(choice, layers, grid)
+        least = max(least, layers.orders[key])
+    return least if choice.divided else max(least, work_bound(choice, layers, sums=True))
 
 
 def link_bound(choice: StrategyChoice, layers: ModelLayers) -> float:
@@ -171,12 +176,11 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers) -> float:
     return worst
 
 
-def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
-    """Return the least that a device of a rank sends for parameters and gradients: operations and bytes."""
+def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> Iterator[tuple[Op, int]]:
+    """Yield the least that a device of a rank sends for parameters and gradients: operations and bytes."""
     replicas = choice.replicas
     if replicas < 2 or choice.experts > 1:  # divided experts are reduced in smaller groups, and left out
-        return []
-    sent: list[tuple[Op, int]] = []
+        return
     times = choice.microbatches if sum(len(stage.layers) for stage in stages) > 1 else 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
@@ -188,12 +192,11 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
             if not nbytes:
                 continue
             if zero == 0:
-                sent.append(("all_reduce", 2 * sums))
+                yield "all_reduce", 2 * sums
                 continue
             uses = times if place + 1 == len(stage.layers) else 2 * times
-            sent.append(("reduce_scatter", sums * times if zero >= 2 else sums))
-            sent.append(("gather", nbytes * uses if zero == 3 else nbytes))
-    return sent
+            yield "reduce_scatter", sums * times if zero >= 2 else sums
+            yield "gather", nbytes * uses if zero == 3 else nbytes
 
 
 def memory_bound(choice: StrategyChoice, layers: ModelLayers, grid: Grid | None) -> LeastMemory:
@@ -237,17 +240,12 @@ def walk(row: Row, stages: Mapping[int, Stage]) -> Walk:
     begun: tuple[int, ...] = ()
     peaks: list[tuple[tuple[int, ...], int]] = []
     for action in (action for group in row for action in group):
-        stage = stages[action.stage]
-        phase: Phase = action.phase
+        stage, phase = stages[action.stage], action.phase
         if phase == "F":
             live += stage.activations
         most = max(most, live + (max(0, stage.extra[phase]) if phase == "BW" else stage.extra[phase]))
-        if phase == "B":
-            live -= stage.activations
-        elif phase == "BI":
-            live -= stage.activations - min(stage.late, stage.activations)
-        elif phase == "BW":
-            live -= min(stage.late, stage.activations)
+        if phase != "F":
+            live -= {"B": stage.activations, "BI": stage.activations - stage.late, "BW": stage.late}[phase]
         if phase in ("B", "BW") and action.stage not in begun:
             peaks.append((begun, most))
             begun, most = (*begun, action.stage), -1
@@ -289,6 +287,6 @@ def synthesis_memory(
         limits.append(min(left, choice.microbatches * one))  # more than all of them hold makes no difference
     return Memory(
         saved=[stage.activations for stage in stages],
-        carried=[min(stage.late, stage.activations) for stage in stages],
+        carried=[stage.late for stage in stages],
         limit=limits,
     )

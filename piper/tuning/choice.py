@@ -109,12 +109,9 @@ class StrategyChoice:
         """Return the candidate in a few words: `PP8 DP8 zero 1, 16 microbatches of 1, zbv, stages 5 4`."""
         if self.schedule == GIVEN:
             return "the given strategy"
-        degrees = zip(
-            ("PP", "DP", "TP", "CP", "EP"),
-            (self.ranks, self.replicas, self.tensor, self.context, self.experts),
-            strict=True,
-        )
-        parallel = [f"{name}{degree}" for name, degree in degrees if degree > 1]
+        degrees = {"PP": self.ranks, "DP": self.replicas, "TP": self.tensor, "CP": self.context}
+        degrees |= {"EP": self.experts}
+        parallel = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
         if self.width > 1:
             levels = self.zeros if len(set(self.zeros)) > 1 else self.zeros[:1]
             parallel.append("zero " + "/".join(map(str, levels)))

@@ -1,8 +1,8 @@
 """Evaluates candidates: compiles each with the shared recordings, proves it, and simulates a step.
 
-[Note: candidates evaluated ahead] While the search waits for a candidate, other processes evaluate those that
-come next in its queue, and it computes their bounds. Results wait until the search comes to them, so it takes
-the same decisions, in the same order, with any number of processes.
+[Note: candidates evaluated ahead] While the search evaluates a candidate, or waits for it, other processes
+evaluate those that come next in its queue. Results wait until the search comes to them, so it takes the same
+decisions, in the same order, with any number of processes.
 """
 
 import heapq
@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import floor, log
+from multiprocessing.connection import wait
 
 from piper.directives import Directive
 from piper.errors import PiperError
@@ -21,7 +22,7 @@ from piper.simulate.account import communicators_of
 from piper.simulate.simulate import model_flops, simulate
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice, directives_of
-from piper.tuning.forked_calls import ForkedCall, wait_for_any
+from piper.tuning.forked_calls import ForkedCall
 from piper.tuning.model import Model
 
 AHEAD = 32  # entries of the queue among which processes find candidates to evaluate
@@ -209,33 +210,26 @@ class EvaluationsAhead:
     evaluated: Container[CandidateKey]  # that the search has taken
     running: dict[CandidateKey, ForkedCall[Attempt]] = field(default_factory=dict)
     waiting: dict[CandidateKey, Attempt] = field(default_factory=dict)
-    prepared: dict[CandidateKey, Attempt] = field(default_factory=dict)  # that others have evaluated
-    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
+    captured: set[tuple[object, ...]] = field(default_factory=set)  # in this process
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
         """Return the evaluation of a candidate, or why it is refused. following: returns what may be next."""
-        result = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
-        if result is None and leaf.key not in self.running:
-            asked = leaf.choice.captured_for
-            divides = leaf.choice.divided and asked not in self.captured  # what a fork captures is lost
-            self.captured.add(asked)
-            alone = workers == 1 or not (self.running or any(self.able(following(), leaf)))
-            if divides and not alone:
-                self.fill(following, leaf, workers - 1)
-            if divides or alone:
-                return attempt(self.model, leaf.choice, leaf.grid)
-            self.start(leaf)
-        while result is None:
+        while leaf.key in self.running:
             self.fill(following, leaf, workers)
             self.collect()
-            if leaf.key not in self.running:  # None: it raised an exception, and will here
-                result = self.waiting.pop(leaf.key, None) or attempt(self.model, leaf.choice, leaf.grid)
+        result = self.waiting.pop(leaf.key, None)
+        if result is None:  # it was not started, or raised an exception, and will here
+            self.fill(following, leaf, workers - 1)
+            self.captured.add(leaf.choice.captured_for)
+            result = attempt(self.model, leaf.choice, leaf.grid)
         return result
 
     def fill(self, following: Callable[[], Iterable[Leaf]], first: Leaf, workers: int) -> None:
         """Start candidates that may be next while processes are free."""
-        for leaf in self.able(following(), first):
-            if len(self.running) >= workers or len(self.running) + len(self.waiting) > workers + SPARE:
+        leaves = self.able(following(), first)
+        while len(self.running) < workers and len(self.running) + len(self.waiting) <= workers + SPARE:
+            leaf = next(leaves, None)
+            if leaf is None:
                 return
             self.start(leaf)
 
@@ -247,7 +241,7 @@ class EvaluationsAhead:
         """
         recorded = self.model.recorded
         for leaf in following:
-            known = (self.evaluated, self.running, self.waiting, self.prepared)
+            known = (self.evaluated, self.running, self.waiting)
             if leaf.open or leaf.choice.rows not in recorded or any(leaf.key in some for some in known):
                 continue
             asked = leaf.choice.captured_for
@@ -263,12 +257,13 @@ class EvaluationsAhead:
 
     def collect(self) -> None:
         """Wait for a process, and keep its result."""
-        for call in wait_for_any(self.running.values()):
-            key = next(key for key, one in self.running.items() if one is call)
-            result = call.result()
-            del self.running[key]
-            if result is not None:
-                self.waiting[key] = result
+        ready = wait([call.result_file.fileno() for call in self.running.values()])
+        for key, call in [*self.running.items()]:
+            if call.result_file.fileno() in ready:
+                result = call.result()
+                del self.running[key]
+                if result is not None:
+                    self.waiting[key] = result
 
     def end(self) -> None:
         while self.running:

@@ -6,9 +6,8 @@ A forked process has all that this one has recorded, and ends with its call.
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
 from typing import Generic, NoReturn, TypeVar
 
 from piper.errors import WorkerError
@@ -30,7 +29,8 @@ class ForkedCall(Generic[T]):
 
     def result(self) -> T | None:
         """Wait for the result. None: the call raised an exception. Make it again to see which."""
-        written = self.result_file.read()
+        with self.result_file:
+            written = self.result_file.read()
         pid, self.pid = self.pid, 0
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status < 0:
@@ -50,13 +50,6 @@ class ForkedCall(Generic[T]):
                 os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.pid = 0
-
-
-def wait_for_any(calls: Iterable[ForkedCall[T]]) -> list[ForkedCall[T]]:
-    """Wait until a call has a result, and return those that have."""
-    files = {call.result_file.fileno(): call for call in calls}
-    ready = set(wait(list(files)))
-    return [call for file, call in files.items() if file in ready]
 
 
 def _make(call: Callable[[], object], writing: int) -> NoReturn:

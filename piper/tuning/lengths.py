@@ -1,6 +1,6 @@
 """`tune_lengths`: searches for a strategy for each length of batches, all over the same parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, permutations
 from pathlib import Path
@@ -12,7 +12,7 @@ from piper.data.feed import one_epoch
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
-from piper.errors import ConfigError, PiperError, ScheduleError
+from piper.errors import ConfigError, ScheduleError
 from piper.ir.format import size
 from piper.job import Batch, Job, length_of, limit_of
 from piper.runtime.batch import bucket_batches, padded
@@ -97,49 +97,37 @@ def tune_lengths(
             progress=progress, workers=workers,
         )  # fmt: skip
 
+    free = {length: searched(length, allowed) for length in given}
+    layouts = {length: alike(allowed, tuned.best.choice) for length, tuned in free.items()}
+    several = dict.fromkeys(layouts.values())
     first = next(iter(given.values()))
     best: TunedLengths | None = None
-    refused: PiperError | None = None
-    for tuned in sets_of_strategies(given, allowed, searched):
-        if isinstance(tuned, PiperError):
-            refused = tuned
-        elif best is None or mean_step(tuned, shares) < best.step:
-            try:
-                strategies = {length: one.strategy for length, one in tuned.items()}
-                program = compile_job(
-                    replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None)
-                )
-                programs = {length: program.shaped(batch) for length, batch in given.items()}
-                moves = simulated_moves(programs, Roofline(machine))
-                check_fits(moves, memory or machine.usable(0))
-            except ScheduleError as error:  # between two of them the state cannot move
-                refused = error
+    refused = ""
+    for layout in (None, *several) if len(several) > 1 else (None,):  # None: each length has its own
+        try:
+            tuned = {n: free[n] if layout in (None, layouts[n]) else searched(n, layout) for n in given}
+            if best is not None and mean_step(tuned, shares) >= best.step:
                 continue
-            now = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
-            best = now if best is None else min(best, now, key=lambda each: each.step)
+            strategies = {length: one.strategy for length, one in tuned.items()}
+            program = compile_job(
+                replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None)
+            )
+            programs = {length: program.shaped(batch) for length, batch in given.items()}
+            moves = simulated_moves(programs, Roofline(machine))
+            check_fits(moves, memory or machine.usable(0))
+        except (ConfigError, ScheduleError) as error:  # one has no such strategy, or the state cannot move
+            refused = error.what
+            continue
+        now = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
+        best = now if best is None else min(best, now, key=lambda each: each.step)
     if best is None:
         raise ConfigError(
             "no strategies for all lengths fit together",
             by=BY,
-            facts={"lengths": ", ".join(map(str, given)), "one": refused.what if refused else ""},
+            facts={"lengths": ", ".join(map(str, given)), "one": refused},
             hint="allow more in `space`, more memory, or more devices",
         )
     return best
-
-
-def sets_of_strategies(
-    given: Mapping[int, Batch], allowed: Space, searched: Callable[[int, Space], Tuned]
-) -> Iterator[dict[int, Tuned] | ConfigError]:
-    """Yield the best strategy of each length, and the best with each layout, or why one length has none."""
-    free = {length: searched(length, allowed) for length in given}
-    yield free
-    layouts = {length: alike(allowed, tuned.best.choice) for length, tuned in free.items()}
-    several = dict.fromkeys(layouts.values())
-    for layout in several if len(several) > 1 else ():
-        try:
-            yield {n: free[n] if layouts[n] == layout else searched(n, layout) for n in given}
-        except ConfigError as error:
-            yield error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from piper.lower.buckets import make_buckets
 from piper.models.huggingface import tensor_plan
 from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
-from piper.simulate.measured import Measured, check_model
+from piper.simulate.measured import Prices
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, divided_as
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, divisors, rows_of
@@ -146,8 +146,6 @@ def layers_of(outline: CapturedModel) -> tuple[str, int]:
     everywhere = [
         tag for tag in tags if all(tag in dict(chunk.tags) for chunk in outline.chunks) and len(tags[tag]) > 1
     ]
-    if TAG in everywhere:
-        return TAG, len(tags[TAG])
     if not everywhere:
         raise ConfigError(
             "the model has no repeated layers to divide into stages",
@@ -155,17 +153,16 @@ def layers_of(outline: CapturedModel) -> tuple[str, int]:
             facts={"regions": ", ".join(f"{tag} {len(indices)}" for tag, indices in tags.items()) or "none"},
             hint="annotate them: model=lambda: piper.annotate_layers(Model()), or annotate_modules(...)",
         )
-    tag = max(everywhere, key=lambda name: (len(tags[name]), name))
+    tag = max(everywhere, key=lambda name: (name == TAG, len(tags[name]), name))
     return tag, len(tags[tag])
 
 
 def captured_model(
     job: Job,
-    costs: Costs,
+    prices: Prices,
     space: Space,
     devices: int,
     captured: Program | Recordings | None = None,
-    measured: Measured | None = None,
     start: Sequence[Directive] = (),
     *,
     compile: bool = False,
@@ -186,8 +183,7 @@ def captured_model(
         )
     capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
     outline = capturing.traced(sizes[0]).outline
-    if measured is not None:
-        check_model(measured, outline)
+    prices.check(outline)
     tag, count = layers_of(outline)
     alone = replace(job, strategy=[], elastic=None)
 
@@ -199,7 +195,7 @@ def captured_model(
     return Model(
         job=alone,
         capturing=capturing,
-        costs=costs,
+        costs=prices.costs,
         tag=tag,
         shapes=Shapes(
             devices=devices,

@@ -88,12 +88,13 @@ class ModelLayers:
         self._stages: dict[range, Stage] = {}
         self._sums: dict[tuple[range, ...], LayerParameters] = {}
         self.walks: dict[tuple[object, ...], tuple[Grid | None, Walk]] = {}  # by the identity of a grid
+        self.orders: dict[object, float] = {}  # by candidate: of passes and transfers, seconds
 
     def divided(self, tensor: int, context: int) -> "ModelLayers":
         """Return the layers as one of the devices that divide them has them: at least so much of all."""
         share = copy(self)
         share.layers = [layer.divided(tensor, context) for layer in self.layers]
-        share._stages, share._sums, share.walks = {}, {}, {}
+        share._stages, share._sums, share.walks, share.orders = {}, {}, {}, {}
         return share
 
     def stage(self, layers: range) -> "Stage":
@@ -178,20 +179,14 @@ class ModelLayers:
         """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
         if "B" not in chunk.phases:
             return {}
-        storages: dict[Storage, int] = {}
-        reading = set(chunk.phases["B"].inputs) | set(chunk.kept_inputs.get("B", ()))
+        reading = {*chunk.phases["B"].inputs, *chunk.kept_inputs.get("B", ())}
         if self.across:
-            reading |= set(chunk.phases["F"].inputs) if chunk.saved else set()
-            inner = {
-                place
-                for place, source in enumerate(chunk.inputs)
-                if isinstance(source, Output) and self.numbers[source.chunk] == number
-            }
-            reading -= inner
-        else:
-            for kind, members in bundles(chunk).items():
-                storages |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
-        return storages | self._inputs(chunk, reading)
+            reading |= {*chunk.phases["F"].inputs} if chunk.saved else set()
+            return self._inputs(chunk, reading, outside=number)
+        storages = self._inputs(chunk, reading)
+        for kind, members in bundles(chunk).items():
+            storages |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
+        return storages
 
     def _late(self, chunk: Chunk) -> dict[Storage, int]:
         """Return what stays until BW: what it reads of the forward and of BI, and gradients of outputs."""
@@ -207,12 +202,12 @@ class ModelLayers:
             storages |= self._inputs(chunk, {*spec.inputs, *chunk.kept_inputs.get("BW", ())})
         return storages
 
-    def _inputs(self, chunk: Chunk, places: Iterable[int]) -> dict[Storage, int]:
-        """Return the storages of inputs that other chunks make."""
+    def _inputs(self, chunk: Chunk, places: Iterable[int], outside: int = -1) -> dict[Storage, int]:
+        """Return the storages of inputs that other chunks make; of a layer, if any, only those outside it."""
         storages: dict[Storage, int] = {}
         for place in places:
             source = chunk.inputs[place]
-            if isinstance(source, Output):
+            if isinstance(source, Output) and self.numbers[source.chunk] != outside:
                 maker = self.by_name[source.chunk]
                 storages |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
         return storages
@@ -266,7 +261,7 @@ class Stage:
     path: Mapping[Phase, float]  # seconds of each phase from what it receives to what it passes on
     adds: float  # seconds to add its gradients to those of other microbatches
     activations: int  # bytes that a microbatch holds from its forward to its backward
-    late: int  # bytes that a microbatch holds from its BI to its BW
+    late: int  # bytes of them that a microbatch holds from its BI to its BW
     extra: Mapping[Phase, int]  # live beyond `activations` at the worst moment of a phase; below 0: fewer
     parameters: Mapping[str, LayerParameters]  # by name; a tied one counts once
     trained_bytes: int  # of a gradient of all its parameters
@@ -291,7 +286,7 @@ def stage_of(layers: tuple[Layer, ...]) -> Stage:
         path={phase: sum(layer.path[phase] for layer in layers) for phase in PHASES},
         adds=sum(layer.adds for layer in layers),
         activations=activations,
-        late=sum(union(layer.late for layer in layers).values()),
+        late=min(activations, sum(union(layer.late for layer in layers).values())),
         extra=extra,
         parameters=parameters,
         trained_bytes=sum(each.trained_bytes for each in parameters.values()),

@@ -10,14 +10,13 @@ from piper.schedules.grid import Grid
 from piper.schedules.synthesis.synthesise import synthesise
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
-    LeastMemory,
-    link_bound,
     loads_of,
     memory_bound,
     order_bound,
     rank_memory,
     stage_costs,
     synthesis_memory,
+    time_bound,
     work_bound,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice, given_choice
@@ -56,7 +55,6 @@ class StrategySearch:
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # to try
-    times: dict[StrategyChoice, float] = field(default_factory=dict)  # of passes and transfers alone
     expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
@@ -182,7 +180,6 @@ class StrategySearch:
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.expanded.clear()  # bounds for this size, which were estimated from other sizes
-            self.times = {choice: t for choice, t in self.times.items() if choice.rows != leaf.choice.rows}
         result = self.ahead.take(leaf, following, self.workers)
         if isinstance(result, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=result))
@@ -235,30 +232,15 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                memory = memory_bound(choice, self.model.layers(choice), grid_of(choice))
+                layers, grid = self.model.layers(choice), grid_of(choice)
+                memory = memory_bound(choice, layers, grid)
                 if memory.total > limit:
                     unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:
-                    fitting.append(self.leaf(choice, group.bound, memory))
+                    bound = max(group.bound, time_bound(choice, layers, grid))
+                    fitting.append(Leaf(choice=choice, bound=bound, memory=memory, grid=grid))
             self.expanded[group] = fitting, unfit
         return self.expanded[group]
-
-    def leaf(self, choice: StrategyChoice, least: float, memory: LeastMemory) -> Leaf:
-        """Return a candidate with its bounds. least: the bound of its group."""
-        layers = self.model.layers(choice)
-        time = max(least, link_bound(choice, layers), self.ordered(choice))
-        if not choice.divided:
-            time = max(time, work_bound(choice, layers, sums=True))
-        return Leaf(choice=choice, bound=time, memory=memory, grid=grid_of(choice))
-
-    def ordered(self, choice: StrategyChoice) -> float:
-        """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
-        if choice.ranks == 1:
-            return 0.0
-        key = replace(choice, zeros=())
-        if key not in self.times:
-            self.times[key] = order_bound(choice, self.model.layers(choice), grid_of(choice))
-        return self.times[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""

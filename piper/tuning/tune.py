@@ -1,10 +1,4 @@
-"""`tune`: searches for the strategy with the shortest step that fits, and for those that need less memory.
-
-[Note: the front ahead] To search with tensor and context parallelism takes as long as to search for the
-front, and mostly the best stays what it was. So a forked process looks for the front of the best so far
-meanwhile. What it has evaluated and synthesised waits until the search comes to it. The decisions are taken
-in this process, from the same values, so the result does not depend on the number of processes.
-"""
+"""`tune`: searches for the strategy with the shortest step that fits, and for those that need less memory."""
 
 import os
 import time
@@ -13,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
 
 from piper.capture.recordings import Recordings
 from piper.compiler import Program
@@ -24,18 +17,15 @@ from piper.ir.dtypes import DTYPES
 from piper.job import Job
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_local
-from piper.schedules.grid import Grid
-from piper.simulate.cluster import Cluster, load_cluster
-from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import MeasuredOn, read_costs
+from piper.simulate.cluster import Cluster
+from piper.simulate.measured import prices_of
 from piper.simulate.simulate import Throughput, amount_of
 from piper.tuning.choice import GIVEN, own_strategy
-from piper.tuning.evaluate import CandidateKey, Evaluation
-from piper.tuning.forked_calls import run_together
+from piper.tuning.evaluate import Evaluation
 from piper.tuning.model import BY, captured_model
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
-from piper.tuning.strategy_search import Asked, StrategySearch
+from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.trial_runs import Step, TrialRuns, check_runs_here, fit_together, run_candidates
 from piper.workers.transport.fork_server import ForkServer
 
@@ -49,7 +39,6 @@ FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the f
 FRONT_TRIALS = 4
 WORKERS_LIMIT = 8  # unless asked for: more would evaluate much that a better candidate rules out
 Progress = Callable[[StrategySearch, Evaluation], None]
-PreparedFront = tuple[dict[CandidateKey, Evaluation], dict[Asked, Grid]]  # evaluated, and synthesised
 
 
 def tune(
@@ -88,19 +77,18 @@ def tune(
     else the job's own strategy. The one whose steps are the shortest here is chosen. None: none runs.
     """
     started = time.perf_counter()
-    machine = load_cluster(cluster)
+    prices = prices_of(cluster, None if costs is None else Path(costs))
+    assert prices.cluster is not None, "it is named"
+    machine = prices.cluster
     check_counts(devices=devices, trials=trials, memory=memory, workers=workers, measure=measure)
     if measure is not None:
         check_runs_here(machine, devices)
         start = own_strategy(job, devices) if start is None else start
     limit = int(machine.usable(0) if memory is None else memory)
-    measured = None if costs is None else read_costs(Path(costs))
-    priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
         several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
-        given = captured, measured, start or ()
-        model = captured_model(job, priced, wanted, devices, *given, compile=compile)
+        model = captured_model(job, prices, wanted, devices, captured, start or (), compile=compile)
         if memory is None:
             model = replace(model, communicator=machine.communicator * (1 - machine.fragmentation))
         search = StrategySearch(
@@ -152,28 +140,30 @@ def prove_best(
     try:
         if start is not None:
             search.begin(start, limit)
-        run_all(search, limit, trials, front=front)
+        run_all(search, limit, trials)
     except KeyboardInterrupt:
         interrupted = True
         if search.best is None:
             raise
     if search.best is None:
         raise none_fits(search, limit, machine)
-    discarded, lowest = search.discarded, search.lowest
+    discarded, lowest, peak = search.discarded, search.lowest, search.best.peak
     if front and not interrupted:
+        search.wanted = 1
         try:
-            widen_front(search, search.best)
+            for share in FRONT:
+                search.run(int(peak * share), FRONT_TRIALS)
         except KeyboardInterrupt:
             interrupted = True
     search.discarded, search.lowest = discarded, lowest  # not those of the front
     return verified(search, limit, measure), interrupted
 
 
-def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
-    nothing else fits, or where it might shorten the best step by `WORTH`. front: is searched for after it.
+    nothing else fits, or where it might shorten the best step by `WORTH`.
     """
     best = search.run(limit, trials, further=True)
     if best is not None and best.choice.ranks > 1:
@@ -181,13 +171,10 @@ def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> 
         best = search.best
     asked = search.space.tensor is not None or search.space.context is not None
     bounds = [group.bound for group in search.groups(divided=True)]
-    if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
-        return
-    if best is None or asked:
+    if bounds and (asked or best is None):
         search.run(limit, trials, divided=True, further=True)
-    else:
-        few = partial(search.run, limit, min(trials, DIVIDED_TRIALS), divided=True, further=True)
-        with_front_ahead(search, best, few, front=front)
+    elif bounds and best is not None and min(bounds) < best.step * (1 - WORTH):
+        search.run(limit, min(trials, DIVIDED_TRIALS), divided=True, further=True)
 
 
 def check_counts(**numbers: int | None) -> None:
@@ -195,40 +182,6 @@ def check_counts(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not number >= 1 or int(number) != number):
             raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
-
-
-def widen_front(search: StrategySearch, best: Evaluation) -> None:
-    """Look for strategies that need less memory than the best."""
-    search.wanted = 1
-    for share in FRONT:
-        search.run(int(best.peak * share), FRONT_TRIALS)
-
-
-def with_front_ahead(
-    search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
-) -> None:
-    """Make a call, and if the front will be asked for, search for it meanwhile: [Note: the front ahead]."""
-    workers = search.workers
-    if workers == 1 or not front:
-        call()
-        return
-    search.workers = workers - workers // 2
-    calls: list[Callable[[], object]] = [call, partial(prepare_front, search, best, workers // 2)]
-    try:
-        ahead = cast("PreparedFront | None", run_together(calls)[1])
-    finally:
-        search.workers = workers
-    if ahead is not None:
-        evaluated, grids = ahead
-        search.ahead.prepared |= evaluated
-        search.grids |= grids
-
-
-def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
-    """Search for a front in a forked process. Return what was evaluated and what was synthesised there."""
-    search.workers, search.report = workers, lambda search, evaluation: None
-    widen_front(search, best)
-    return search.evaluated, search.grids
 
 
 def verified(search: StrategySearch, limit: int, measure: int | None) -> list[Evaluation]:

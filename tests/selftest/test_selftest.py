@@ -98,7 +98,7 @@ def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine
         yield ResultRow(name="first", ok=True)
         machine.processes.call(machine.processes.meet(PAIR, 1.0), lambda rank: 1 // rank.number)
 
-    part = run_part(Part(title="Broken", first="what", columns=()), rows, wrong_machine)
+    part = run_part(Part(title="Broken", first="what", columns={}), rows, wrong_machine)
     assert [row.ok for row in part.rows] == [True, False] and not part.ok
     assert "ZeroDivisionError" in part.rows[1].why and "rank 1: done" in part.rows[1].why
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.cli.machine import measure, write_cluster
+from piper.cli.machine import WIDTHS, measure, small_job, write_cluster
+from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.simulate.cluster import Cluster, Link, load_cluster
 
@@ -34,6 +35,12 @@ def test_a_cluster_that_cannot_be_written(tmp_path: Path) -> None:
         "  why:  Is a directory\n"
         "  hint: name a file in a folder that exists and that you own"
     )
+
+
+def test_the_job_whose_communication_is_measured_sends_each_layer_by_itself() -> None:
+    program = compile(small_job())
+    sent = [ins.nbytes for ins in program.plans.plans[0].instrs if ins.op == "all_reduce"]
+    assert sorted(sent) == [4 * width**2 for width in WIDTHS]
 
 
 @pytest.mark.slow

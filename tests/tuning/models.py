@@ -8,8 +8,7 @@ from torch import nn
 
 import piper
 from piper.capture.recordings import Recordings
-from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline
+from piper.simulate.measured import prices_of
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation, Leaf, evaluate
 from piper.tuning.model import captured_model
@@ -82,7 +81,7 @@ class Everything:
 
 def search_of(space: Space, devices: int, cluster: str, captured: Recordings | None = None) -> StrategySearch:
     """A search that has not begun."""
-    model = captured_model(JOB, Roofline(load_cluster(cluster)), space, devices, captured)
+    model = captured_model(JOB, prices_of(cluster, None), space, devices, captured)
     return StrategySearch(
         model=model,
         space=space,

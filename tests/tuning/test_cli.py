@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import piper
 from piper.cli import app_with
-from piper.cli.tune import read_size
+from piper.cli.tune import read_size, write_new
+from piper.errors import ConfigError
 from piper.tuning.evaluate import Evaluation, Leaf
 from piper.tuning.strategy_search import StrategySearch
 
@@ -132,6 +133,11 @@ def test_a_file_that_exists_is_not_replaced(recipe: str) -> None:
     done = CliRunner().invoke(app_with(), asked)
     assert str(done.exception).startswith("best.json: this file exists\n")
     assert Path("best.json").read_text(encoding="utf-8") == "[]"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_without_a_traceback() -> None:
+    with pytest.raises(ConfigError, match=r"/proc/best\.json: the strategy cannot be written\n  why: "):
+        write_new(Path("/proc/best.json"), "[]")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from piper.directives import Directive
 from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
+from piper.simulate.measured import Prices
 from piper.simulate.simulate import simulate
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import evaluate
@@ -26,7 +27,7 @@ COSTS = Roofline(load_cluster("h100"))
 
 def compiled_search() -> StrategySearch:
     """A search for a job that will be compiled, which has not begun."""
-    model = captured_model(JOB, COSTS, SMALL, 4, compile=True)
+    model = captured_model(JOB, Prices(costs=COSTS, name="h100"), SMALL, 4, compile=True)
     return StrategySearch(
         model=model,
         space=SMALL,

@@ -3,11 +3,12 @@
 import os
 import signal
 import time
+from multiprocessing.connection import wait
 
 import pytest
 
 from piper.errors import WorkerError
-from piper.tuning.forked_calls import ForkedCall, run_together, wait_for_any
+from piper.tuning.forked_calls import ForkedCall, run_together
 from tests.warm import children
 
 
@@ -72,7 +73,7 @@ def test_the_first_call_that_has_a_result() -> None:
         return 1
 
     slow, quick = ForkedCall(sleep), ForkedCall(lambda: 2)
-    assert wait_for_any([slow, quick]) == [quick]
+    assert wait([slow.result_file.fileno(), quick.result_file.fileno()]) == [quick.result_file.fileno()]
     assert quick.result() == 2
     for call in (slow, quick):
         call.end()

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from piper.ir.dtypes import JobPrecision
-from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline
+from piper.simulate.measured import prices_of
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
 from piper.tuning.model import captured_model, scaled
 from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
@@ -137,7 +136,7 @@ def test_divisors() -> None:
 def test_the_bytes_of_the_optimizer_count_what_rounding_leaves() -> None:
     def bytes_in(precision: JobPrecision) -> int:
         job = replace(JOB, precision=precision)
-        return captured_model(job, Roofline(load_cluster("cpu")), Space(), 2).optimizer_bytes
+        return captured_model(job, prices_of("cpu", None), Space(), 2).optimizer_bytes
 
     plain = bytes_in("fp32")
     assert bytes_in("bf16") == plain + 2
