@@ -178,6 +178,7 @@ def read_record(folder: Path) -> Record:
     """Read the record of a checkpoint, and check that its files are there in full length."""
     try:
         text = (folder / FILE).read_bytes().decode("utf-8")
+        names = sorted(path.name for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             "there is no complete checkpoint here",
@@ -194,7 +195,7 @@ def read_record(folder: Path) -> Record:
         if nbytes != file.size:
             had = "is missing" if nbytes is None else f"has {nbytes} bytes, not {file.size}"
             raise DamagedError(folder, f"{name} {had}")
-    for name in sorted(path.name for path in folder.iterdir()):
+    for name in names:
         if OURS.fullmatch(name) and name not in (FILE, *record.files):
             raise DamagedError(folder, f"{name} is not a file of this checkpoint: {FILE} does not list it")
     return record
