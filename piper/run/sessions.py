@@ -4,7 +4,7 @@ Under torchrun every rank runs the same script. Rank 0 asks the workers, and sen
 raised to the other ranks, where the same call then returns or raises it too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,10 +14,8 @@ from piper import errors
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
-from piper.plan.expert_table import ExpertTable, fits
 from piper.run.run_events import Repeats
 from piper.run.session import Session
-from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -43,7 +41,6 @@ class Sessions:
         self.done = 0  # steps that are trained, those before a loaded checkpoint included
         self.current: Session | None = None
         self.repeats = Repeats()  # those before a recovery too: its message comes once
-        self.tables: dict[str, ExpertTable] = {}  # of experts, by region. Others are as the plan has them
 
     def begin(self) -> None:
         """Start all workers."""
@@ -73,39 +70,6 @@ class Sessions:
 
     def _step(self, batch: Batch) -> StepResult:
         return self.session.step(batch)
-
-    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
-        """Compute experts where tables say, by region, from the next step on."""
-        for region, table in tables.items():
-            bucket = self.program.plans.cloned.get(region)
-            if bucket is None:
-                raise ConfigError(
-                    f"{region!r} has no experts that could move",
-                    by="move_experts",
-                    facts={"regions": ", ".join(self.program.plans.cloned) or "none"},
-                    hint="name one of these regions; shard(..., clones=n) makes one",
-                )
-            devices, own, clones = bucket.table_sizes
-            if not fits(table, devices, own, clones):
-                sizes = f"{devices} devices, {own} own slots, {clones} for clones"
-                raise ConfigError(
-                    "the table of experts does not fit its region",
-                    by="move_experts",
-                    facts={"region": region, "sizes": sizes},
-                    hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
-                )
-        self.tables |= tables
-
-    def with_tables(self, batch: Batch) -> Batch:
-        """Return a batch with the tables of experts that its step needs: those that fit the program."""
-        if not self.tables:
-            return batch
-        cloned = self.program.plans.cloned  # another one where the number of devices has changed
-        known = {region: table for region, table in self.tables.items() if region in cloned}
-        fitting = {
-            region: table for region, table in known.items() if fits(table, *cloned[region].table_sizes)
-        }
-        return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
     def complete(self, data: Callable[[], object]) -> None:
         """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""
