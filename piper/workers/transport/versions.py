@@ -89,7 +89,7 @@ class WorkerVersions:
 
     def write(self) -> None:
         """Copy the state as it is between two steps, if it can be, without what instructions copy."""
-        self.began = None
+        self.began = self.said = None  # a state that was loaded may be of the same step, with other options
         if not self.refused:
             try:
                 if self.holders.state is None:
