@@ -248,7 +248,7 @@ def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions)
     report = survival(buffered.plans)
     assert report is not None and report.host_bytes == (2 * sections_bytes(versions),)
     assert sum(os.fstat(d).st_blocks * 512 for pair in versions.descriptors.values() for d in pair) <= sum(
-        version_bytes(buffered.plans, device) for device in versions.devices
+        version_bytes(versions.holders).values()
     )
 
 
