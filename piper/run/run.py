@@ -33,8 +33,8 @@ from piper.run.nans import first_bad
 from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
+from piper.run.whole_values import holders, whole_buffers, whole_parameters
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
-from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import ProgramLike
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
@@ -307,29 +307,31 @@ class Run(RunCalls):
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
         buckets = [bucket for bucket in self.program.plans.buckets.values() if bucket.trainable]
         asked = {device: (key, names) for device, names in holders(buckets).items()}
-        return whole_state(buckets, by_bucket(self.session.ask(WorkerAnswers.optimizer_state, asked)))
+        answers = self.session.ask(WorkerAnswers.optimizer_state, asked)
+        kept = {d: {bucket: flat for bucket, (flat, _) in each.items()} for d, each in answers.items()}
+        names = {name for each in answers.values() for _, of_bucket in each.values() for name in of_bucket}
+        whole = whole_parameters(buckets, kept)
+        return {name: value for name, value in whole.items() if name in names}
 
     @asking
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
-        outline, buckets = self.program.outline, [*self.program.plans.buckets.values()]
-        owned = by_bucket(self.session.ask(WorkerAnswers.owned, holders(buckets)))
-        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        outline, plans = self.program.outline, self.program.plans
+        kept, buckets = self.session.unread, plans.buckets.values()
+        values = kept | whole_parameters(buckets, self.session.ask(WorkerAnswers.owned, holders(buckets)))
         names = [buffer.name for buffer in outline.buffers if buffer.persistent]
-        buffers: dict[str, Tensor] = {}
         if names:
-            buffers = whole_buffers(self.program.plans, self.session.ask_all(WorkerAnswers.buffers, names))
-        whole = state_by_name(outline, self.session.unread | parameters | buffers)
+            values |= whole_buffers(plans, self.session.ask_all(WorkerAnswers.buffers, names))
+        whole = state_by_name(outline, values)
         return {name: value.to("cpu", copy=True) for name, value in whole.items()}
 
     @asking
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-        buckets = [*self.session.last.program.plans.buckets.values()]
-        owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
-        given = {place: value for place, value in owned.items() if value is not None}
-        trained = [bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given]
-        whole = whole_parameters(trained, lambda bucket, device: given[bucket, device])
+        buckets = self.session.last.program.plans.buckets.values()
+        owned = self.session.ask(WorkerAnswers.gradients, holders(buckets))
+        given = {d: {b: flat for b, flat in each.items() if flat is not None} for d, each in owned.items()}
+        whole = whole_parameters(buckets, given)
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
         return {name: value for name, value in whole.items() if name in reached}
