@@ -18,6 +18,7 @@ from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
+from piper.runtime.bucket_layout import runs_of_slice
 from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Worker
 
@@ -104,10 +105,7 @@ def copy_parts(
 
 def range_of(key: str, size: int, runs: FlatRuns, flat: Tensor, begin: int = 0) -> TensorRange:
     """Return runs of a flat tensor as elements of the whole one. begin: where `flat` begins in a bucket."""
-    first = runs.here - begin
-    tensor = flat[first : first + (runs.count - 1) * runs.here_step + runs.length]
-    if runs.count > 1:
-        tensor = tensor.unfold(0, runs.length, runs.here_step)  # [runs, length]
+    tensor = runs_of_slice(flat, runs, begin).squeeze(0)  # [runs, length], or [length] of a single run
     return TensorRange(key=key, size=size, start=runs.there, tensor=tensor, stride=runs.there_step)
 
 

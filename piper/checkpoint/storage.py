@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import itemgetter
@@ -27,6 +27,7 @@ from piper.checkpoint.json_state import dtype_named, name_of_dtype
 from piper.checkpoint.metadata import BLOCK, SUFFIX, FileRecord, Record, SavedPiece, Stored, digest_of
 from piper.errors import CONTENT
 from piper.ir.sharding import FlatRuns
+from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
@@ -296,12 +297,8 @@ class CheckpointReader:
             count = min(rows, met.count - first)
             begin = met.here + first * met.here_step
             values = self.values(key, piece, begin, (count - 1) * met.here_step + met.length)
-            at = met.there + first * met.there_step
-            room = flat[at : at + (count - 1) * met.there_step + met.length]
-            if count > 1:
-                room = room.unfold(0, met.length, met.there_step)
-                values = values.unfold(0, met.length, met.here_step)
-            room.copy_(values)
+            some = replace(met, here=0, there=met.there + first * met.there_step, count=count)
+            runs_of_whole(flat, some).copy_(runs_of_slice(values, some))
 
     def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""
