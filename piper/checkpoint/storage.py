@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
-from piper.checkpoint.json_state import dtype_named, name_of_dtype
+from piper.checkpoint.json_state import dtype_named, name_of_dtype, raw_bytes
 from piper.checkpoint.metadata import BLOCK, SUFFIX, FileRecord, Record, SavedPiece, Stored, digest_of
 from piper.errors import CONTENT
 from piper.ir.sharding import FlatRuns
@@ -122,7 +122,7 @@ def write_file(
 ) -> FileRecord:
     """Write tensors of the host as a safetensors file; `read` gives those with a shape and no elements."""
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
-    content = (bytes_of((read or tensors.__getitem__)(key).reshape(-1)) for key in order)
+    content = (raw_bytes((read or tensors.__getitem__)(key)) for key in order)
     table: dict[str, object] = {}
     end = 0
     for key in order:
@@ -157,13 +157,6 @@ def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) 
     if size % block:
         digests.append(hasher.hexdigest())
     return FileRecord(size=size, digests=tuple(digests))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a flat tensor of the host."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def sync(path: Path) -> None:

@@ -28,6 +28,7 @@ import cloudpickle
 import torch
 from torch import Tensor, fx, nn
 
+from piper.checkpoint.json_state import name_of, raw_bytes
 from piper.ir.devices import InternedDevices
 from piper.ir.ids import SlotId
 from piper.process.custom_operators import check_importable, importable, modules_of
@@ -39,11 +40,6 @@ ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in p
 def rounded(nbytes: int) -> int:
     """Return bytes rounded up, so that any type can begin there."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def raw_bytes(value: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes."""
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
@@ -79,7 +75,7 @@ class Codec:
         at = HEADER.size + len(header)
         for blob in blobs:
             if isinstance(blob, Tensor):  # not earlier: those of an accelerator are copied one at a time
-                blob = raw_bytes(blob.resolve_conj().resolve_neg()).numpy().data
+                blob = raw_bytes(blob.resolve_conj().resolve_neg())
             gap = -at % ALIGNMENT
             yield from (b"\0" * gap, blob)
             at += gap + len(blob)
@@ -201,11 +197,6 @@ def shared(descriptor: int) -> Mapping[str, Tensor]:
     return cast("Mapping[str, Tensor]", Codec().decode(memory))
 
 
-def name_of(cls: type) -> str:
-    """Return the full name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def fields_of(cls: type) -> tuple[str, ...] | None:
     """Return the attributes from which an instance can be built again. None: messages cannot hold it."""
     if dataclasses.is_dataclass(cls):
@@ -268,7 +259,7 @@ class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no a
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is Tensor:
-            raw = bytearray(raw_bytes(obj).numpy())  # its own elements, not its whole storage
+            raw = bytearray(raw_bytes(obj))  # its own elements, not its whole storage
             return restore_tensor, (raw, obj.dtype, tuple(obj.shape), obj.requires_grad)
         if isinstance(obj, fx.GraphModule):
             return reduce_module(obj)
