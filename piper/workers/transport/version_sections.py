@@ -187,13 +187,12 @@ class Holders:
         self.devices = [device for plan in plans for device in plan.devices]
         self.state = ProtectedState(plans) if plans.protection is not None else None
         self.sections = () if self.state is None else self.state.sections
+        self.numbers = {device: [REST] for device in self.devices}  # of all sections in the memory of each
+        for section in self.sections:
+            self.numbers[section.holder].append(section.number)
         copies = (ins for plan in plans for ins in plan.instrs if ins.op == "protect")
         self.copied = {slot for ins in copies for slot in ins.reads}  # on any device
         self.resting = [d for d in self.devices if self.state is not None and any(self.rest_of(d))]
-
-    def numbers(self, device: int) -> list[int]:
-        """Return the numbers of all sections in the memory of a device."""
-        return [REST, *(section.number for section in self.sections if section.holder == device)]
 
     def rest_of(self, device: int) -> tuple[list[Bucket], list[str]]:
         """Return the buckets and buffers that a device is the one to save and no instruction copies."""

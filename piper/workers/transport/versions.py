@@ -76,7 +76,11 @@ class WorkerVersions:
         self.worker, self.files = worker, files
         device, descriptors = worker.device, [file.open() for file in files[worker.device]]
         self.holders = Holders(worker.setup.plans)
-        self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers(device)}
+        self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers[device]}
+        here = [section for section in self.holders.sections if section.holder == device]
+        plan, own = worker.env.plan, [section for section in here if section.owner == device]
+        self.sends = {ins.node: sent(plan, ins, own) for ins in plan.instrs if ins.op == "mirror"}
+        self.brought = [section for section in here if section.owner != device]
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
         self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
         self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
@@ -161,15 +165,13 @@ class WorkerVersions:
 
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
-        own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
-        sends = () if self.refused else sent(self.worker.env.plan, ins, own)
+        sends = () if self.refused else self.sends[ins.node]
         empty = torch.empty(0, dtype=torch.uint8)
         return torch.cat([empty, *(self.writers[section.number].image() for section in sends)])
 
     def take(self, ins: Instr, arrived: Tensor) -> None:
         """Keep the sections of other devices that an instruction brought."""
-        mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
-        for section in (s for s in mine if s.by == ins.node and len(arrived)):
+        for section in (s for s in self.brought if s.by == ins.node and len(arrived)):
             nbytes = HEAD.unpack(bytes(arrived[: HEAD.size].numpy()))[-1]
             self.writers[section.number].take(arrived[:nbytes])
             arrived = arrived[nbytes:]
@@ -237,7 +239,7 @@ class Versions:
 
     def places(self, device: int) -> list[Place]:
         """Return where each section of a device may begin."""
-        numbers = self.holders.numbers(device)
+        numbers = self.holders.numbers[device]
         return [(device, generation, n * SPAN) for generation in range(GENERATIONS) for n in numbers]
 
     def forget(self, chosen: Callable[[int], bool]) -> list[Place]:
