@@ -139,22 +139,22 @@ def write_file(
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
 
 
-def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
+def write_blocks(path: Path, content: Iterable[memoryview]) -> FileRecord:
     """Write a new file and return its size and digests. Raise an OSError if a file of this name exists."""
     digests: list[str] = []
     hasher, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for piece in content:
             while piece:
-                room = block - size % block
+                room = BLOCK - size % BLOCK
                 data, piece = piece[:room], piece[room:]
                 file.write(data)
                 hasher.update(data)
                 size += len(data)
-                if size % block == 0:
+                if size % BLOCK == 0:
                     digests.append(hasher.hexdigest())
                     hasher = hashlib.sha256()
-    if size % block:
+    if size % BLOCK:
         digests.append(hasher.hexdigest())
     return FileRecord(size=size, digests=tuple(digests))
 
