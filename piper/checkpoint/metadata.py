@@ -61,7 +61,16 @@ class DamagedError(ConfigError):
             facts={"path": str(path), "why": why},
             hint="load an earlier one; a save that is interrupted never leaves one like this",
         )
-        self.path, self.why = path, why
+
+    @property
+    def path(self) -> Path:
+        """Return the folder of the checkpoint."""
+        return Path(self.facts["path"])
+
+    @property
+    def why(self) -> str:
+        """Return what is wrong with it."""
+        return self.facts["why"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

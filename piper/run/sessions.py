@@ -137,8 +137,15 @@ class LeaderSessions(Sessions):
         try:
             value = super().call(name, act)
         except PiperError as error:
-            notes = tuple(getattr(error, "__notes__", ()))
-            failure = RankZeroResult(call=name, error=type(error).__name__, text=str(error), notes=notes)
+            failure = RankZeroResult(
+                call=name,
+                error=type(error).__name__,
+                what=error.what,
+                by=error.by,
+                facts=error.facts,
+                hint=error.hint,
+                notes=tuple(getattr(error, "__notes__", ())),
+            )
             self.starter.publish(failure)
             raise
         self.starter.publish(RankZeroResult(call=name, value=value))
@@ -198,8 +205,8 @@ def error_of(result: RankZeroResult) -> PiperError:
     """Return the error that rank 0 has raised."""
     kind = KINDS.get(result.error or "") or getattr(errors, result.error or "", None)
     assert isinstance(kind, type) and issubclass(kind, PiperError), result.error
-    error = kind.__new__(kind)
-    error.args = (result.text,)
+    error = kind.__new__(kind)  # a class of ours may be made in another way
+    PiperError.__init__(error, result.what, by=result.by, facts=result.facts, hint=result.hint)
     for note in result.notes:
         error.add_note(note)
     return error

@@ -142,7 +142,15 @@ def test_messages_of_a_run() -> None:
     assert got[1]["x"][2:4].tolist() == [5, 6]
     failure = Failure(device=1, kind="late", what="CommError: ...", trace="...", place=3)
     assert CODEC.decode(CODEC.encode(failure)) == failure
-    raised = RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
+    raised = RankZeroResult(
+        call="step",
+        error="WorkerError",
+        what="it ended",
+        by="device 0",
+        facts={"at": "F"},
+        hint="look",
+        notes=("a", "b"),
+    )
     assert rank_agent.CODEC.decode(rank_agent.CODEC.encode(raised)) == raised
     trail = {(Pass(phase="F", chunk="PP=0"), SlotId("param", "PP=0")): torch.ones(2)}
     for codec in (CODEC, rank_agent.CODEC):

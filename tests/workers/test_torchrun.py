@@ -9,21 +9,25 @@ from collections.abc import Mapping
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from piper.checkpoint.metadata import DamagedError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.recipe import load_recipe
+from piper.run.checkpointing import load_newest
 from piper.run.launch import check_launcher, launch_inline
 from piper.run.run import Run
-from piper.run.sessions import FollowerSessions
+from piper.run.sessions import FollowerSessions, LeaderSessions
 from piper.runtime.worker import Options
+from piper.workers.group import Starter
 from piper.workers.rank_agent import RankZeroResult
 from piper.workers.rank_environment import RankEnvironment, rank_environment
 from piper.workers.rendezvous import apart, prefix, ranks_absent
-from piper.workers.results import StepResult
+from piper.workers.results import Resumed, StepResult
 from tests.hosts.training import events
 from tests.runtime.grid import batches, job
 from tests.workers.family import family, free_port, wait_for
@@ -310,11 +314,19 @@ def test_ranks_that_do_not_do_the_same() -> None:
 
 def test_rank_0_ends_the_run() -> None:
     run = follower(
-        RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None
+        RankZeroResult(
+            call="step",
+            error="WorkerError",
+            what="it ended",
+            by="device 0",
+            hint="look",
+            notes=("its trace",),
+        ),
+        None,
     )
-    with pytest.raises(WorkerError, match=r"^device 0: \.\.\.\n") as told:
+    with pytest.raises(WorkerError, match=r"^device 0: it ended\n  hint: look\n") as told:
         run.step({})
-    assert told.value.__notes__ == ["its trace"]
+    assert told.value.__notes__ == ["its trace"] and told.value.what == "it ended"
     for _ in range(2):
         with pytest.raises(WorkerError) as caught:
             run.step({})
@@ -322,6 +334,24 @@ def test_rank_0_ends_the_run() -> None:
             run: the run has ended on rank 0
               hint: look at what rank 0 says; it may have failed
         """)
+
+
+def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture) -> None:
+    """The script of each rank loads the one before it, and says why."""
+    newest, older = Path("run/step-2"), Path("run/step-1")
+    sent: list[RankZeroResult] = []
+    starter = cast(Starter, SimpleNamespace(publish=sent.append))
+    leader = LeaderSessions(compile(job(CELL)), Options(), starter)
+
+    def damaged() -> Resumed:
+        raise DamagedError(newest, "bits")
+
+    with pytest.raises(DamagedError):
+        leader.call("read", damaged)
+    leader.call("read", lambda: Resumed(step=1))
+    with follower(*sent) as run:
+        assert load_newest(run.sessions.read, [newest, older]).step == 1
+    assert "run/step-2 is damaged (bits): using run/step-1 instead" in caplog.text
 
 
 def test_ranks_that_do_not_meet() -> None:
