@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from piper.run.elastic import MOVED
+from piper.workers import processes
 from piper.workers.processes import folder_for_now, remove_left
 from tests.run import test_elastic as elastic
 
@@ -69,6 +70,17 @@ def test_nothing_is_left_after_a_block() -> None:
         (path / "state").write_text("whole")
         assert path != other
     assert not path.exists() and not other.exists()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{MOVED}left" / "moved").mkdir(parents=True)
+    left = tmp_path / f"{MOVED}left"
+    with folder_for_now(MOVED, tmp_path) as path:
+        remove_left(MOVED, tmp_path)
+        assert left.is_dir(), "it may be about to be locked"
+        monkeypatch.setattr(processes, "time", lambda: time.time() + 100)
+        remove_left(MOVED, tmp_path)
+        assert not left.exists() and path.is_dir()
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
