@@ -108,10 +108,8 @@ class RunCalls:
         if not self.tables:
             return batch
         cloned = self.sessions.program.plans.cloned  # another one where the number of devices has changed
-        known = {region: table for region, table in self.tables.items() if region in cloned}
-        fitting = {
-            region: table for region, table in known.items() if fits(table, *cloned[region].table_sizes)
-        }
+        here = ((cloned[region], region, table) for region, table in self.tables.items() if region in cloned)
+        fitting = {region: table for bucket, region, table in here if fits(table, *bucket.table_sizes)}
         return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
     def expert_places(self) -> dict[str, list[list[list[int]]]]:
