@@ -79,7 +79,7 @@ class RunCalls:
     @property
     def routed(self) -> Mapping[str, Sequence[int]]:
         """Return the rows of each expert in the last step, by regions whose experts can move."""
-        return self.sessions.session.rows
+        return self.sessions.call("routed", lambda: self.sessions.session.rows)
 
     def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
         """Compute experts where tables say, by region, from the next step on. No state moves."""

@@ -336,6 +336,10 @@ def test_rank_0_ends_the_run() -> None:
         """)
 
 
+def test_the_rows_of_experts_are_those_that_rank_0_has_seen() -> None:
+    assert follower(RankZeroResult(call="routed", value={"EP": (3, 5)})).routed == {"EP": (3, 5)}
+
+
 def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture) -> None:
     """The script of each rank loads the one before it, and says why."""
     newest, older = Path("run/step-2"), Path("run/step-1")
