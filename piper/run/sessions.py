@@ -5,12 +5,14 @@ raised to the other ranks, where the same call then returns or raises it too.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, cast
 
 from piper import errors
+from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
@@ -148,7 +150,11 @@ class LeaderSessions(Sessions):
             )
             self.starter.publish(failure)
             raise
-        self.starter.publish(RankZeroResult(call=name, value=value))
+        sent: object = value
+        if isinstance(value, Resumed):  # a dataset may save what messages do not hold, such as arrays
+            data, callbacks = encode(value.data, "data"), encode(value.callbacks, "callbacks")
+            sent = replace(value, data=data, callbacks=cast("dict[str, object]", callbacks))
+        self.starter.publish(RankZeroResult(call=name, value=sent))
         return value
 
 
@@ -177,7 +183,11 @@ class FollowerSessions(Sessions):
             if result.error is not None:
                 raise error_of(result)
             if result.call == name:
-                return cast(T, result.value)
+                value = result.value
+                if isinstance(value, Resumed):
+                    data, callbacks = decode(cast(Plain, value.data)), decode(cast(Plain, value.callbacks))
+                    value = replace(value, data=data, callbacks=cast("dict[str, object]", callbacks))
+                return cast(T, value)
             if result.call in CHANGES:
                 raise LaunchError(
                     "the ranks do not do the same",

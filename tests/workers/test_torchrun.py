@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from inspect import cleandoc
 from pathlib import Path
@@ -12,6 +13,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from piper.checkpoint.metadata import DamagedError
@@ -23,6 +25,7 @@ from piper.run.launch import check_launcher, launch_inline
 from piper.run.run import Run
 from piper.run.sessions import FollowerSessions, LeaderSessions
 from piper.runtime.worker import Options
+from piper.workers import rank_agent
 from piper.workers.group import Starter
 from piper.workers.rank_agent import RankZeroResult
 from piper.workers.rank_environment import RankEnvironment, rank_environment
@@ -286,11 +289,11 @@ def test_a_process_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch
 WORLD = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 
 
-def follower(*results: RankZeroResult | None) -> Run:
+def follower(*results: object) -> Run:
     """A run on another rank than 0, to which rank 0 has sent this."""
     queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for result in results:
-        queue.put(result)
+        queue.put(cast("RankZeroResult | None", result))
     return Run(FollowerSessions(compile(job(CELL)), Options(), queue))
 
 
@@ -341,7 +344,7 @@ def test_the_rows_of_experts_are_those_that_rank_0_has_seen() -> None:
 
 
 def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture) -> None:
-    """The script of each rank loads the one before it, and says why."""
+    """The script of each rank loads the one before it, with all that its data has saved, and says why."""
     newest, older = Path("run/step-2"), Path("run/step-1")
     sent: list[RankZeroResult] = []
     starter = cast(Starter, SimpleNamespace(publish=sent.append))
@@ -352,9 +355,12 @@ def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture
 
     with pytest.raises(DamagedError):
         leader.call("read", damaged)
-    leader.call("read", lambda: Resumed(step=1))
-    with follower(*sent) as run:
-        assert load_newest(run.sessions.read, [newest, older]).step == 1
+    generator = {"key": np.arange(6, dtype=np.uint32), "drawn": Counter("abca")}
+    leader.call("read", lambda: Resumed(step=1, data=generator, callbacks={"EMA": {"step": (1, 2)}}))
+    with follower(*[rank_agent.CODEC.decode(rank_agent.CODEC.encode(result)) for result in sent]) as run:
+        resumed = load_newest(run.sessions.read, [newest, older])
+    assert resumed.step == 1 and resumed.callbacks == {"EMA": {"step": (1, 2)}}
+    assert str(resumed.data) == str(generator), "also what messages between ranks do not hold"
     assert "run/step-2 is damaged (bits): using run/step-1 instead" in caplog.text
 
 
