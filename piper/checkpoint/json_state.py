@@ -34,9 +34,7 @@ def encode(value: object, where: str) -> Plain:
             pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return {"counter" if isinstance(value, Counter) else "pairs": cast(Plain, pairs)}
         case Tensor():
-            here = value.detach().cpu().contiguous()
-            raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
-            return {"tensor": [name_of_dtype(here.dtype), [*here.shape], text_of(raw)]}
+            return {"tensor": [name_of_dtype(value.dtype), [*value.shape], text_of(raw_bytes(value))]}
         case np.ndarray() if value.dtype.kind in "biufc":
             return {"array": [value.dtype.str, [*value.shape], text_of(value.tobytes())]}
         case bytes() | torch.dtype():
@@ -44,14 +42,24 @@ def encode(value: object, where: str) -> Plain:
     raise ConfigError(
         "a part of the state cannot be written down",
         by="save",
-        facts={"at": where, "type": f"{type(value).__module__}.{type(value).__qualname__}"},
+        facts={"at": where, "type": name_of(type(value))},
         hint="keep numbers, texts, tensors, arrays, lists, tuples and dicts in a state_dict()",
     )
 
 
-def text_of(raw: bytes) -> str:
+def raw_bytes(value: Tensor) -> memoryview:
+    """Return a tensor's elements as bytes."""
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def text_of(raw: bytes | memoryview) -> str:
     """Return bytes as base64 text."""
     return base64.b64encode(raw).decode("ascii")
+
+
+def name_of(cls: type) -> str:
+    """Return the full name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def decode(value: Plain) -> object:

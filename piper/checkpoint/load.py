@@ -19,7 +19,7 @@ from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name
 from piper.checkpoint.save import Copied, RefusedError, buffer_parts, copied, copy_state, range_of
 from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange, Written, write_parts
 from piper.errors import ConfigError
-from piper.ir.sharding import FlatRuns
+from piper.ir.sharding import FlatRuns, whole_sizes
 from piper.plan.bucket import Bucket
 from piper.runtime.worker import Worker
 
@@ -129,7 +129,7 @@ def read_into(
     extent: tuple[int, int],
 ) -> None:
     """Read the parameters of a bucket between two of its elements."""
-    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    sizes = {piece.name: math.prod(whole_sizes(piece.shape, piece.shardings)) for piece in bucket.pieces}
     reader.read(
         range_of(f"model.{saved_name(worker, reader.record, name)}", sizes[name], runs, target, extent[0])
         for name, own_runs in spans(bucket, worker.device, *extent).items()

@@ -7,12 +7,14 @@ differ: a part that is frozen for a while, or two that take turns.
 of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from piper.checkpoint.json_state import Plain
 from piper.errors import ConfigError
@@ -59,7 +61,16 @@ class DamagedError(ConfigError):
             facts={"path": str(path), "why": why},
             hint="load an earlier one; a save that is interrupted never leaves one like this",
         )
-        self.path, self.why = path, why
+
+    @property
+    def path(self) -> Path:
+        """Return the folder of the checkpoint."""
+        return Path(self.facts["path"])
+
+    @property
+    def why(self) -> str:
+        """Return what is wrong with it."""
+        return self.facts["why"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +124,6 @@ class SavedPiece:
             there_step=self.stride,
         )
 
-    def as_list(self) -> list[int | str]:
-        """Return the piece as a record writes it."""
-        one: list[int | str] = [self.offset, self.length, self.file]
-        return one if self.count == 1 else [*one, self.count, self.stride]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
@@ -151,19 +157,25 @@ class Record:
 
     def to_json(self) -> str:
         """Return the record as text that holds its own digest."""
-        fields = asdict(self)
-        for spec in fields["model"].values():
-            if not spec["group"]:  # as in most jobs
-                del spec["group"]
-        for key, stored in self.tensors.items():
-            fields["tensors"][key]["pieces"] = [piece.as_list() for piece in stored.pieces]
-        return seal(fields)
+        return seal(as_written(self))
+
+
+def as_written(part: Any) -> Any:  # noqa: ANN401  what json.dumps takes
+    """Return a part of a record in the form in which it is written, or the record."""
+    if isinstance(part, SavedPiece):
+        run = [part.offset, part.length, part.file]
+        return run if part.count == 1 else [*run, part.count, part.stride]
+    fields = {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
+    if isinstance(part, Spec) and not part.group:  # as in most jobs
+        del fields["group"]
+    return fields
 
 
 def seal(fields: Mapping[str, object]) -> str:
     """Return the text of a record with these fields, see [Note: seal]."""
     head = {"format": FORMAT, "version": VERSION, "digest": UNSIGNED, "piper": PIPER}
-    text = json.dumps({**head, **{k: v for k, v in fields.items() if k not in head}}) + "\n"
+    given = {key: value for key, value in fields.items() if key not in head}
+    text = json.dumps({**head, **given}, default=as_written) + "\n"
     return text.replace(UNSIGNED, digest_of(text.encode()), 1)
 
 
@@ -178,6 +190,7 @@ def read_record(folder: Path) -> Record:
     """Read the record of a checkpoint, and check that its files are there in full length."""
     try:
         text = (folder / FILE).read_bytes().decode("utf-8")
+        names = sorted(path.name for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             "there is no complete checkpoint here",
@@ -194,7 +207,7 @@ def read_record(folder: Path) -> Record:
         if nbytes != file.size:
             had = "is missing" if nbytes is None else f"has {nbytes} bytes, not {file.size}"
             raise DamagedError(folder, f"{name} {had}")
-    for name in sorted(path.name for path in folder.iterdir()):
+    for name in names:
         if OURS.fullmatch(name) and name not in (FILE, *record.files):
             raise DamagedError(folder, f"{name} is not a file of this checkpoint: {FILE} does not list it")
     return record

@@ -9,6 +9,7 @@ share, and from the member that is nearest. Buckets that lie alike in both layou
 move one by one, and one that no later move reads is given up: a device has both layouts of few at a time.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -202,11 +203,6 @@ def moving_plans(
     """
     instrs = []
     for move in moves_between(before, after):
-        sent, arrived = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
-        for transfer, nbytes in priced(move, state_bytes):
-            if transfer.source != transfer.target:
-                sent[transfer.source] += nbytes
-                arrived[transfer.target] += nbytes
         name = move.bucket.name
         instrs.append(
             Instr(
@@ -217,7 +213,7 @@ def moving_plans(
                 writes=(param_slot(name),),
                 comm=ALL if len(devices) > 1 else None,
                 payload=OfBucket(bucket=name),
-                nbytes=max(*sent.values(), *arrived.values()),
+                nbytes=most_bytes(move, state_bytes),
             )
         )
     plan = Plan(devices=devices, instrs=tuple(instrs), slots={}, residents={})
@@ -225,18 +221,23 @@ def moving_plans(
     return Plans(plans=(plan,), comms={ALL: everyone}, buckets=after, seed=1.0, weighted=False)
 
 
-def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]]:
-    """Yield the transfers of a bucket with their bytes."""
+def most_bytes(move: BucketMove, state_bytes: int) -> int:
+    """Return the bytes that one device sends or gets for a bucket, at most."""
+    sent, arrived = Counter[int](), Counter[int]()
     for piece in move.pieces:
         kept = max(bucket.kept_itemsize(state_bytes) for bucket in (piece.before, move.bucket))
-        yield from ((one, length_of(one.runs) * move.bucket.itemsize) for one in piece.held)
-        yield from ((one, length_of(one.runs) * kept) for one in piece.owned)
+        for moved, itemsize in ((piece.held, move.bucket.itemsize), (piece.owned, kept)):
+            for one in (one for one in moved if one.source != one.target):
+                sent[one.source] += length_of(one.runs) * itemsize
+                arrived[one.target] += length_of(one.runs) * itemsize
+    return max((*sent.values(), *arrived.values()), default=0)
 
 
 def peak_while_moving(before: Plans, after: Plans, state_bytes: int) -> int:
     """Return the most bytes that a device has while the state moves, bucket by bucket, to another layout."""
     moves = moves_between(before.buckets, after.buckets)
-    exchanges = moving_plans(before.buckets, after.buckets, before.devices, state_bytes).plans[0].instrs
+    exchanges = [most_bytes(move, state_bytes) for move in moves]
+    steps = [*zip(moves, exchanges, last_reads(moves), strict=True)]
     moving = [bucket for bucket in before.buckets.values() if not lies_in(bucket, after.buckets)]
     numbers = [{d: n for n, plan in enumerate(plans) for d in plan.devices} for plans in (before, after)]
     peak = 0
@@ -247,8 +248,8 @@ def peak_while_moving(before: Plans, after: Plans, state_bytes: int) -> int:
             return bucket.held_nbytes + bucket.kept_nbytes(state_bytes) if mine else 0
 
         live = sum(slot.nbytes for slot in before.of(device).residents.values())
-        for move, exchange, done in zip(moves, exchanges, last_reads(moves), strict=True):
+        for move, exchanged, done in steps:
             live += bytes_of(move.bucket)
-            peak = max(peak, live + 2 * exchange.nbytes)
+            peak = max(peak, live + 2 * exchanged)
             live -= sum(bytes_of(bucket) for bucket in moving if bucket.name in done)
     return peak

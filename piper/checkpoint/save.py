@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
-from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.json_state import Plain, decode, encode, name_of
 from piper.checkpoint.metadata import Record, Trainer, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
+from piper.runtime.bucket_layout import runs_of_slice
 from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Worker
 
@@ -104,10 +105,7 @@ def copy_parts(
 
 def range_of(key: str, size: int, runs: FlatRuns, flat: Tensor, begin: int = 0) -> TensorRange:
     """Return runs of a flat tensor as elements of the whole one. begin: where `flat` begins in a bucket."""
-    first = runs.here - begin
-    tensor = flat[first : first + (runs.count - 1) * runs.here_step + runs.length]
-    if runs.count > 1:
-        tensor = tensor.unfold(0, runs.length, runs.here_step)  # [runs, length]
+    tensor = runs_of_slice(flat, runs, begin).squeeze(0)  # [runs, length], or [length] of a single run
     return TensorRange(key=key, size=size, start=runs.there, tensor=tensor, stride=runs.there_step)
 
 
@@ -172,9 +170,9 @@ def trainer_of(state: DeviceState) -> Trainer:
 def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | None) -> Trainer:
     """Return an optimizer, the options of its groups and a scheduler, in words and numbers."""
     return Trainer(
-        optimizer=name_of(optimizer),
+        optimizer=name_of(type(optimizer)),
         groups=encode(groups, "optimizer.param_groups"),
-        scheduler=None if scheduler is None else name_of(scheduler),
+        scheduler=None if scheduler is None else name_of(type(scheduler)),
         schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
     )
 
@@ -188,11 +186,6 @@ def one_trainer(devices: Iterable[Trainer]) -> Trainer:
     groups = [max(options, key=lambda each: bool(each["params"])) for options in said]
     apart = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"))
-
-
-def name_of(value: object) -> str:
-    """Return the full name of an object's class."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def record_of(copies: Sequence[Copied], seed: int) -> Record:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain
 from operator import itemgetter
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
-from piper.checkpoint.json_state import dtype_named, name_of_dtype
+from piper.checkpoint.json_state import dtype_named, name_of_dtype, raw_bytes
 from piper.checkpoint.metadata import BLOCK, SUFFIX, FileRecord, Record, SavedPiece, Stored, digest_of
 from piper.errors import CONTENT
 from piper.ir.sharding import FlatRuns
+from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 CACHED = 8  # blocks that a reader keeps: neighbouring tensors share them
@@ -121,7 +122,7 @@ def write_file(
 ) -> FileRecord:
     """Write tensors of the host as a safetensors file; `read` gives those with a shape and no elements."""
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
-    content = (bytes_of((read or tensors.__getitem__)(key).reshape(-1)) for key in order)
+    content = (raw_bytes((read or tensors.__getitem__)(key)) for key in order)
     table: dict[str, object] = {}
     end = 0
     for key in order:
@@ -138,31 +139,24 @@ def write_file(
     return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
 
 
-def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) -> FileRecord:
+def write_blocks(path: Path, content: Iterable[memoryview]) -> FileRecord:
     """Write a new file and return its size and digests. Raise an OSError if a file of this name exists."""
     digests: list[str] = []
     hasher, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for piece in content:
             while piece:
-                room = block - size % block
+                room = BLOCK - size % BLOCK
                 data, piece = piece[:room], piece[room:]
                 file.write(data)
                 hasher.update(data)
                 size += len(data)
-                if size % block == 0:
+                if size % BLOCK == 0:
                     digests.append(hasher.hexdigest())
                     hasher = hashlib.sha256()
-    if size % block:
+    if size % BLOCK:
         digests.append(hasher.hexdigest())
     return FileRecord(size=size, digests=tuple(digests))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a flat tensor of the host."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return tensor.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def sync(path: Path) -> None:
@@ -296,12 +290,8 @@ class CheckpointReader:
             count = min(rows, met.count - first)
             begin = met.here + first * met.here_step
             values = self.values(key, piece, begin, (count - 1) * met.here_step + met.length)
-            at = met.there + first * met.there_step
-            room = flat[at : at + (count - 1) * met.there_step + met.length]
-            if count > 1:
-                room = room.unfold(0, met.length, met.there_step)
-                values = values.unfold(0, met.length, met.here_step)
-            room.copy_(values)
+            some = replace(met, here=0, there=met.there + first * met.there_step, count=count)
+            runs_of_whole(flat, some).copy_(runs_of_slice(values, some))
 
     def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Read elements of a stored piece: `length` of them from its element `first` on."""

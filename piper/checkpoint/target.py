@@ -135,11 +135,8 @@ def damaged(path: Path) -> bool:
         return False
     if FILE not in names:
         return STEP.fullmatch(path.name) is not None
-    try:
-        parse(path, (path / FILE).read_bytes().decode("utf-8"))
-    except (UnicodeDecodeError, DamagedError):  # a record alone may be that of another program
-        return len(names) > 1 or STEP.fullmatch(path.name) is not None
-    return False
+    known = len(names) > 1 or STEP.fullmatch(path.name) is not None  # a record alone may be another program's
+    return known and listed_in(path) is None
 
 
 def remove(folder: Path) -> None:

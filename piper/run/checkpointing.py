@@ -14,7 +14,7 @@ from torch import Tensor
 from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
-from piper.checkpoint.json_state import Plain, decode, encode, name_of_dtype
+from piper.checkpoint.json_state import Plain, decode, encode, name_of, name_of_dtype
 from piper.checkpoint.load import Done, Values
 from piper.checkpoint.metadata import (
     FILE,
@@ -27,7 +27,7 @@ from piper.checkpoint.metadata import (
     name_in_group,
     wanted_model,
 )
-from piper.checkpoint.save import Copied, copied, name_of, record_of
+from piper.checkpoint.save import Copied, copied, record_of
 from piper.checkpoint.storage import TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.errors import ConfigError, WorkerError
@@ -332,4 +332,5 @@ def trainer_names(program: ProgramLike) -> Trainer:
     if optimizer is None:
         return Trainer()
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
+    kinds = [None if part is None else name_of(type(part)) for part in (optimizer, scheduler)]
+    return Trainer(optimizer=kinds[0], scheduler=kinds[1])

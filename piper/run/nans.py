@@ -1,35 +1,15 @@
-"""Refuses numbers that are not finite, and finds the first result of the step that is not."""
+"""Finds the first result of a step that is not finite."""
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.ir.ids import Pass, SlotId
-from piper.workers.results import StepResult
-
-if TYPE_CHECKING:
-    from piper.run.run import Run
 
 Mark = tuple[Pass, SlotId]  # a pass and one of its results
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by device
-
-
-def check_finite(run: "Run", step: int, result: StepResult) -> None:
-    """Refuse to go on from a step whose loss or gradient is not finite."""
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        return
-    facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
-    hint = "name the first chunk that made it: --detect-nan, or piper.launch(program, keep_outputs=True)"
-    if run.sessions.options.keep_outputs:
-        first = first_bad(run.program.outline, run.trails(), run.state_dict())
-        facts |= {} if first is None else {"first": first}
-        hint = "lower the learning rate or clip the gradient; --resume goes on from the last checkpoint"
-    raise ConfigError("the numbers are not finite any more", by=f"step {step}", facts=facts, hint=hint)
 
 
 def first_bad(outline: CapturedModel, trails: Trails, state: Mapping[str, Tensor]) -> str | None:

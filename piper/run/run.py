@@ -6,6 +6,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -18,6 +19,7 @@ from piper.callbacks import Callback, Running, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
+from piper.errors import ConfigError
 from piper.process.usercode import named
 from piper.run.checkpointing import (
     checkpoints_at,
@@ -27,12 +29,12 @@ from piper.run.checkpointing import (
     run_folder,
     with_states,
 )
-from piper.run.nans import check_finite
+from piper.run.nans import first_bad
 from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
+from piper.run.whole_values import holders, whole_buffers, whole_parameters
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
-from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import ProgramLike
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
@@ -75,6 +77,7 @@ class Run(RunCalls):
     def __init__(self, sessions: Sessions) -> None:
         """Train with the workers of sessions, which must not refer to the run: they end when it is gone."""
         self.sessions = sessions
+        self.tables = {}
         self._end = weakref.finalize(self, sessions.close)
 
     def __enter__(self) -> Self:
@@ -101,7 +104,7 @@ class Run(RunCalls):
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
-        return self.sessions.step(self.sessions.with_tables(batch))
+        return self.sessions.step(self.with_tables(batch))
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train so many more steps on the job's data, by default up to the job's `steps`.
@@ -166,7 +169,7 @@ class Run(RunCalls):
         Refuse a loss that is not finite, call the callbacks, evaluate and save where that is due or the step
         is the `last`. Return the result of an evaluation.
         """
-        check_finite(self, step, result)
+        self._check_finite(step, result)
         for callback in self._callbacks():
             callback.on_step(cast(Running, self), step, result)
         asked, evaluated = self.program.job.evaluate, None
@@ -179,6 +182,18 @@ class Run(RunCalls):
         self._save_step(step, step == last or self.stopping)
         self.complete()
         return evaluated
+
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        """Refuse to go on from a step whose loss or gradient is not finite."""
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+            return
+        facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
+        hint = "name the first chunk that made it: --detect-nan, or piper.launch(program, keep_outputs=True)"
+        if self.sessions.options.keep_outputs:
+            first = first_bad(self.program.outline, self.trails(), self.state_dict())
+            facts |= {} if first is None else {"first": first}
+            hint = "lower the learning rate or clip the gradient; --resume goes on from the last checkpoint"
+        raise ConfigError("the numbers are not finite any more", by=f"step {step}", facts=facts, hint=hint)
 
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop of your own too."""
@@ -292,29 +307,31 @@ class Run(RunCalls):
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
         buckets = [bucket for bucket in self.program.plans.buckets.values() if bucket.trainable]
         asked = {device: (key, names) for device, names in holders(buckets).items()}
-        return whole_state(buckets, by_bucket(self.session.ask(WorkerAnswers.optimizer_state, asked)))
+        answers = self.session.ask(WorkerAnswers.optimizer_state, asked)
+        kept = {d: {bucket: flat for bucket, (flat, _) in each.items()} for d, each in answers.items()}
+        names = {name for each in answers.values() for _, of_bucket in each.values() for name in of_bucket}
+        whole = whole_parameters(buckets, kept)
+        return {name: value for name, value in whole.items() if name in names}
 
     @asking
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
-        outline, buckets = self.program.outline, [*self.program.plans.buckets.values()]
-        owned = by_bucket(self.session.ask(WorkerAnswers.owned, holders(buckets)))
-        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        outline, plans = self.program.outline, self.program.plans
+        kept, buckets = self.session.unread, plans.buckets.values()
+        values = kept | whole_parameters(buckets, self.session.ask(WorkerAnswers.owned, holders(buckets)))
         names = [buffer.name for buffer in outline.buffers if buffer.persistent]
-        buffers: dict[str, Tensor] = {}
         if names:
-            buffers = whole_buffers(self.program.plans, self.session.ask_all(WorkerAnswers.buffers, names))
-        whole = state_by_name(outline, self.session.unread | parameters | buffers)
+            values |= whole_buffers(plans, self.session.ask_all(WorkerAnswers.buffers, names))
+        whole = state_by_name(outline, values)
         return {name: value.to("cpu", copy=True) for name, value in whole.items()}
 
     @asking
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-        buckets = [*self.session.last.program.plans.buckets.values()]
-        owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
-        given = {place: value for place, value in owned.items() if value is not None}
-        trained = [bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given]
-        whole = whole_parameters(trained, lambda bucket, device: given[bucket, device])
+        buckets = self.session.last.program.plans.buckets.values()
+        owned = self.session.ask(WorkerAnswers.gradients, holders(buckets))
+        given = {d: {b: flat for b, flat in each.items() if flat is not None} for d, each in owned.items()}
+        whole = whole_parameters(buckets, given)
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
         return {name: value for name, value in whole.items() if name in reached}

@@ -10,8 +10,9 @@ from torch import Tensor
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
 from piper.ir.numbers import is_number
-from piper.plan.expert_table import ExpertTable
+from piper.plan.expert_table import ExpertTable, fits
 from piper.run.sessions import Sessions, asking
+from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import Forward
 from piper.simulate.cluster import known_clusters, load_cluster
 from piper.simulate.costs import Costs, Roofline
@@ -25,6 +26,7 @@ class RunCalls:
     """The calls of a run that train nothing."""
 
     sessions: Sessions
+    tables: dict[str, ExpertTable]  # of experts, by region. Others are as the plan has them
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
         """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained.
@@ -77,22 +79,49 @@ class RunCalls:
     @property
     def routed(self) -> Mapping[str, Sequence[int]]:
         """Return the rows of each expert in the last step, by regions whose experts can move."""
-        return self.sessions.session.rows
+        return self.sessions.call("routed", lambda: self.sessions.session.rows)
 
     def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
         """Compute experts where tables say, by region, from the next step on. No state moves."""
-        self.sessions.move_experts(tables)
+        for region, table in tables.items():
+            bucket = self.sessions.program.plans.cloned.get(region)
+            if bucket is None:
+                raise ConfigError(
+                    f"{region!r} has no experts that could move",
+                    by="move_experts",
+                    facts={"regions": ", ".join(self.sessions.program.plans.cloned) or "none"},
+                    hint="name one of these regions; shard(..., clones=n) makes one",
+                )
+            devices, own, clones = bucket.table_sizes
+            if not fits(table, devices, own, clones):
+                sizes = f"{devices} devices, {own} own slots, {clones} for clones"
+                raise ConfigError(
+                    "the table of experts does not fit its region",
+                    by="move_experts",
+                    facts={"region": region, "sizes": sizes},
+                    hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
+                )
+        self.tables |= tables
+
+    def with_tables(self, batch: Batch) -> Batch:
+        """Return a batch with the tables of experts that its step needs: those that fit the program."""
+        if not self.tables:
+            return batch
+        cloned = self.sessions.program.plans.cloned  # another one where the number of devices has changed
+        here = ((cloned[region], region, table) for region, table in self.tables.items() if region in cloned)
+        fitting = {region: table for bucket, region, table in here if fits(table, *bucket.table_sizes)}
+        return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
     def expert_places(self) -> dict[str, list[list[list[int]]]]:
         """Return where experts are computed, by regions in which they were moved, for a checkpoint."""
-        tables = self.sessions.tables.items()
+        tables = self.tables.items()
         return {region: [[*map(list, t.experts)], [*map(list, t.shares)]] for region, t in tables}
 
     def restore_experts(self, places: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> None:
         """Compute experts where `expert_places` said, in regions that have as many devices as then."""
         for region, (experts, shares) in places.items():
             table = ExpertTable(experts=tuple(map(tuple, experts)), shares=tuple(map(tuple, shares)))
-            self.sessions.tables[region] = table
+            self.tables[region] = table
 
     def balance_experts(
         self, costs: Path | str = "h100", rows: Mapping[str, Sequence[int]] | None = None, least: float = 0.02
@@ -109,7 +138,7 @@ class RunCalls:
         named = str(costs) in known_clusters() or Path(costs).suffix == ".toml"
         priced: Costs = Roofline(load_cluster(costs)) if named else read_costs(Path(costs))
         given = program.plans, program.outline, priced, rows
-        now, best = present_step(*given, self.sessions.tables), best_tables(*given)
+        now, best = present_step(*given, self.tables), best_tables(*given)
         if best.seconds * (1 + least) > now.seconds:
             return 1.0
         self.move_experts(best.tables)

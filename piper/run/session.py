@@ -19,6 +19,7 @@ from piper.job import limit_of
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.run.run_events import Repeats
+from piper.run.whole_values import whole_buffers
 from piper.runtime.batch import (
     COUNTS,
     as_run,
@@ -29,7 +30,6 @@ from piper.runtime.batch import (
     wanted_batch,
     with_strategy_for,
 )
-from piper.runtime.bucket_layout import whole_buffers
 from piper.runtime.compute import slices_of
 from piper.runtime.expert_exchange import TABLES
 from piper.runtime.recorders import predicted_rows

@@ -4,20 +4,20 @@ Under torchrun every rank runs the same script. Rank 0 asks the workers, and sen
 raised to the other ranks, where the same call then returns or raises it too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, cast
 
 from piper import errors
+from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
-from piper.plan.expert_table import ExpertTable, fits
 from piper.run.run_events import Repeats
 from piper.run.session import Session
-from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -43,7 +43,6 @@ class Sessions:
         self.done = 0  # steps that are trained, those before a loaded checkpoint included
         self.current: Session | None = None
         self.repeats = Repeats()  # those before a recovery too: its message comes once
-        self.tables: dict[str, ExpertTable] = {}  # of experts, by region. Others are as the plan has them
 
     def begin(self) -> None:
         """Start all workers."""
@@ -73,39 +72,6 @@ class Sessions:
 
     def _step(self, batch: Batch) -> StepResult:
         return self.session.step(batch)
-
-    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
-        """Compute experts where tables say, by region, from the next step on."""
-        for region, table in tables.items():
-            bucket = self.program.plans.cloned.get(region)
-            if bucket is None:
-                raise ConfigError(
-                    f"{region!r} has no experts that could move",
-                    by="move_experts",
-                    facts={"regions": ", ".join(self.program.plans.cloned) or "none"},
-                    hint="name one of these regions; shard(..., clones=n) makes one",
-                )
-            devices, own, clones = bucket.table_sizes
-            if not fits(table, devices, own, clones):
-                sizes = f"{devices} devices, {own} own slots, {clones} for clones"
-                raise ConfigError(
-                    "the table of experts does not fit its region",
-                    by="move_experts",
-                    facts={"region": region, "sizes": sizes},
-                    hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
-                )
-        self.tables |= tables
-
-    def with_tables(self, batch: Batch) -> Batch:
-        """Return a batch with the tables of experts that its step needs: those that fit the program."""
-        if not self.tables:
-            return batch
-        cloned = self.program.plans.cloned  # another one where the number of devices has changed
-        known = {region: table for region, table in self.tables.items() if region in cloned}
-        fitting = {
-            region: table for region, table in known.items() if fits(table, *cloned[region].table_sizes)
-        }
-        return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
     def complete(self, data: Callable[[], object]) -> None:
         """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""
@@ -173,11 +139,22 @@ class LeaderSessions(Sessions):
         try:
             value = super().call(name, act)
         except PiperError as error:
-            notes = tuple(getattr(error, "__notes__", ()))
-            failure = RankZeroResult(call=name, error=type(error).__name__, text=str(error), notes=notes)
+            failure = RankZeroResult(
+                call=name,
+                error=type(error).__name__,
+                what=error.what,
+                by=error.by,
+                facts=error.facts,
+                hint=error.hint,
+                notes=tuple(getattr(error, "__notes__", ())),
+            )
             self.starter.publish(failure)
             raise
-        self.starter.publish(RankZeroResult(call=name, value=value))
+        sent: object = value
+        if isinstance(value, Resumed):  # a dataset may save what messages do not hold, such as arrays
+            data, callbacks = encode(value.data, "data"), encode(value.callbacks, "callbacks")
+            sent = replace(value, data=data, callbacks=cast("dict[str, object]", callbacks))
+        self.starter.publish(RankZeroResult(call=name, value=sent))
         return value
 
 
@@ -206,7 +183,11 @@ class FollowerSessions(Sessions):
             if result.error is not None:
                 raise error_of(result)
             if result.call == name:
-                return cast(T, result.value)
+                value = result.value
+                if isinstance(value, Resumed):
+                    data, callbacks = decode(cast(Plain, value.data)), decode(cast(Plain, value.callbacks))
+                    value = replace(value, data=data, callbacks=cast("dict[str, object]", callbacks))
+                return cast(T, value)
             if result.call in CHANGES:
                 raise LaunchError(
                     "the ranks do not do the same",
@@ -234,8 +215,8 @@ def error_of(result: RankZeroResult) -> PiperError:
     """Return the error that rank 0 has raised."""
     kind = KINDS.get(result.error or "") or getattr(errors, result.error or "", None)
     assert isinstance(kind, type) and issubclass(kind, PiperError), result.error
-    error = kind.__new__(kind)
-    error.args = (result.text,)
+    error = kind.__new__(kind)  # a class of ours may be made in another way
+    PiperError.__init__(error, result.what, by=result.by, facts=result.facts, hint=result.hint)
     for note in result.notes:
         error.add_note(note)
     return error

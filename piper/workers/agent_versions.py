@@ -44,7 +44,7 @@ class AgentVersions(Versions):
         """Prepare for agents. A machine that has too little memory is found by `short`."""
         super().__init__(plans, checked=False)
         self.calls = calls
-        self.needs = {device: version_bytes(plans, device) for device in self.devices}
+        self.needs = version_bytes(self.holders)
         self.owner = secrets.token_hex(8)
         self.agents: dict[int, Agent] = {}  # by device
         self.lost: set[int] = set()  # devices whose agent does not answer any more

@@ -156,7 +156,8 @@ def folder_for_now(prefix: str, where: Path | None = None) -> Iterator[Path]:
     """Make a folder that another process removes after the block, or when this process is killed."""
     folder = tempfile.mkdtemp(prefix=prefix, dir=where)
     lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_SH)  # while this process lives: `remove_left` keeps the folder
+    with suppress(OSError):  # a file system without locks: there `remove_left` keeps every folder
+        fcntl.flock(lock, fcntl.LOCK_SH)  # while this process lives: `remove_left` keeps the folder
     words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
     remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -10,9 +10,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import cast
 
@@ -59,8 +59,11 @@ class RankZeroResult:
 
     call: str
     value: object = None
-    error: str | None = None  # the class of what it raised instead, its text and its notes
-    text: str = ""
+    error: str | None = None  # the class of what it raised instead, what it says and its notes
+    what: str = ""
+    by: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    hint: str = ""
     notes: tuple[str, ...] = ()
 
 

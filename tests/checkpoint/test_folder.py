@@ -12,7 +12,7 @@ import torch
 from piper.checkpoint import folder as folders
 from piper.checkpoint import storage
 from piper.checkpoint.folder import begin, commit, latest, retain, settled, step_path
-from piper.checkpoint.metadata import Record, Spec, read_record
+from piper.checkpoint.metadata import DamagedError, Record, Spec, read_record
 from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
 from piper.errors import ConfigError
 
@@ -119,6 +119,17 @@ def test_latest_looks_for_the_newest_complete_one(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-00000010"
     (tmp_path / "step-00000010" / "checkpoint.json").write_text("{")
     assert latest(tmp_path) == tmp_path / "step-00000009"
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "saved", 1)
+
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(DamagedError, match="Permission denied"):
+        read_record(tmp_path / "saved")
 
 
 def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:

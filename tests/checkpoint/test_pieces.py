@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, parse
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, as_written, parse
 from piper.checkpoint.save import buffer_parts
 from piper.checkpoint.storage import (
     CheckpointReader,
@@ -130,7 +130,7 @@ def test_a_sharded_matrix_is_one_piece_on_each_device() -> None:
     assert [part.lies("f") for part in big] == [
         SavedPiece(offset=8, length=8, file="f", count=4096, stride=16)
     ]
-    assert big[0].lies("f").as_list() == [8, 8, "f", 4096, 16]
+    assert as_written(big[0].lies("f")) == [8, 8, "f", 4096, 16]
 
 
 PIECES = [

@@ -246,7 +246,9 @@ def test_machines_that_are_not_there_are_missed_before_training(
         ):
             pass
         assert str(caught.value) == cleandoc(text)
-    monkeypatch.setattr("piper.workers.agent_versions.version_bytes", lambda plans, device: 2**60)
+    monkeypatch.setattr(
+        "piper.workers.agent_versions.version_bytes", lambda holders: dict.fromkeys(holders.devices, 2**60)
+    )
     with (
         pytest.raises(ConfigError, match="there is too little shared memory to keep versions") as refused,
         recovering(copied, "ray", Options(), retries=3),

@@ -1,5 +1,7 @@
 """The folder of a state that moves: nothing of it stays, whoever is killed."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -13,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from piper.run.elastic import MOVED
-from piper.workers.processes import folder_for_now
+from piper.workers import processes
+from piper.workers.processes import folder_for_now, remove_left
 from tests.run import test_elastic as elastic
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +70,32 @@ def test_nothing_is_left_after_a_block() -> None:
         (path / "state").write_text("whole")
         assert path != other
     assert not path.exists() and not other.exists()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{MOVED}left" / "moved").mkdir(parents=True)
+    left = tmp_path / f"{MOVED}left"
+    with folder_for_now(MOVED, tmp_path) as path:
+        remove_left(MOVED, tmp_path)
+        assert left.is_dir(), "it may be about to be locked"
+        monkeypatch.setattr(processes, "time", lambda: time.time() + 100)
+        remove_left(MOVED, tmp_path)
+        assert not left.exists() and path.is_dir()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state moves there too. What another process has left stays: it may live."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    left = tmp_path / f"{MOVED}left"
+    left.mkdir()
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    remove_left(MOVED, tmp_path)
+    with folder_for_now(MOVED, tmp_path) as path:
+        assert path.is_dir() and left.is_dir()
+    assert [*tmp_path.iterdir()] == [left]
 
 
 RECIPE = (

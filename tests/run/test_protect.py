@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.directives import protect
 from piper.errors import ConfigError
@@ -197,6 +199,22 @@ def test_a_version_is_of_the_state_that_a_step_begins_with(buffered: Program, ve
     assert versions.newest() is None
 
 
+def test_a_version_has_the_options_that_were_loaded(
+    buffered: Program, versions: Versions, tmp_path: Path
+) -> None:
+    """The state that was loaded is of the step that was copied last, with another learning rate."""
+    with launch_inline(buffered) as other:
+        other.optimizer[0]["lr"] = 0.25
+        other.save(tmp_path / "saved")
+    with trained(buffered, versions, 1) as run:
+        run.load(tmp_path / "saved")
+        versions.forget(lambda step: True)
+        run.session.protect()
+        run.step(batches(BUFFERS, 1)[0])
+    groups = cast("list[dict[str, object]]", decode(versions.saved(0, 0)[0].trainer.groups))
+    assert groups[0]["lr"] == 0.25
+
+
 def sections_bytes(versions: Versions) -> int:
     """Return the bytes of a version: without counters of steps, which are a part of the index."""
     held = 0
@@ -230,7 +248,7 @@ def test_host_bytes_are_those_of_the_plan(buffered: Program, versions: Versions)
     report = survival(buffered.plans)
     assert report is not None and report.host_bytes == (2 * sections_bytes(versions),)
     assert sum(os.fstat(d).st_blocks * 512 for pair in versions.descriptors.values() for d in pair) <= sum(
-        version_bytes(buffered.plans, device) for device in versions.devices
+        version_bytes(versions.holders).values()
     )
 
 

@@ -1,10 +1,12 @@
 """A straggler is named once, when it has been slow for twenty steps in a row."""
 
+import random
+from statistics import median
 from types import SimpleNamespace
 from typing import cast
 
 from piper.plan.plan import Plans
-from piper.run.run_events import Stragglers
+from piper.run.run_events import Stragglers, median_without
 
 PLANS = cast(Plans, [SimpleNamespace(devices=(0, 1, 2)), SimpleNamespace(devices=(3,))])
 
@@ -37,3 +39,12 @@ def test_times_that_are_not_known_name_none() -> None:
     assert named(stragglers, range(1, 50), {}) == []
     assert named(stragglers, range(1, 50), {1: 5.0}) == []
     assert named(stragglers, range(1, 50), dict.fromkeys(range(4), 0.0)) == []
+
+
+def test_the_median_of_the_others() -> None:
+    rng = random.Random(0)
+    for count in (2, 3, 4, 7, 10):
+        times = [rng.choice((1.0, 2.5, 4.0, rng.random())) for _ in range(count)]
+        for number, time in enumerate(times):
+            others = times[:number] + times[number + 1 :]
+            assert median_without(time, sorted(times)) == median(others)

@@ -5,25 +5,32 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
+from piper.checkpoint.metadata import DamagedError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.recipe import load_recipe
+from piper.run.checkpointing import load_newest
 from piper.run.launch import check_launcher, launch_inline
 from piper.run.run import Run
-from piper.run.sessions import FollowerSessions
+from piper.run.sessions import FollowerSessions, LeaderSessions
 from piper.runtime.worker import Options
+from piper.workers import rank_agent
+from piper.workers.group import Starter
 from piper.workers.rank_agent import RankZeroResult
 from piper.workers.rank_environment import RankEnvironment, rank_environment
 from piper.workers.rendezvous import apart, prefix, ranks_absent
-from piper.workers.results import StepResult
+from piper.workers.results import Resumed, StepResult
 from tests.hosts.training import events
 from tests.runtime.grid import batches, job
 from tests.workers.family import family, free_port, wait_for
@@ -282,11 +289,11 @@ def test_a_process_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch
 WORLD = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 
 
-def follower(*results: RankZeroResult | None) -> Run:
+def follower(*results: object) -> Run:
     """A run on another rank than 0, to which rank 0 has sent this."""
     queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for result in results:
-        queue.put(result)
+        queue.put(cast("RankZeroResult | None", result))
     return Run(FollowerSessions(compile(job(CELL)), Options(), queue))
 
 
@@ -310,11 +317,19 @@ def test_ranks_that_do_not_do_the_same() -> None:
 
 def test_rank_0_ends_the_run() -> None:
     run = follower(
-        RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("its trace",)), None
+        RankZeroResult(
+            call="step",
+            error="WorkerError",
+            what="it ended",
+            by="device 0",
+            hint="look",
+            notes=("its trace",),
+        ),
+        None,
     )
-    with pytest.raises(WorkerError, match=r"^device 0: \.\.\.\n") as told:
+    with pytest.raises(WorkerError, match=r"^device 0: it ended\n  hint: look\n") as told:
         run.step({})
-    assert told.value.__notes__ == ["its trace"]
+    assert told.value.__notes__ == ["its trace"] and told.value.what == "it ended"
     for _ in range(2):
         with pytest.raises(WorkerError) as caught:
             run.step({})
@@ -322,6 +337,31 @@ def test_rank_0_ends_the_run() -> None:
             run: the run has ended on rank 0
               hint: look at what rank 0 says; it may have failed
         """)
+
+
+def test_the_rows_of_experts_are_those_that_rank_0_has_seen() -> None:
+    assert follower(RankZeroResult(call="routed", value={"EP": (3, 5)})).routed == {"EP": (3, 5)}
+
+
+def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture) -> None:
+    """The script of each rank loads the one before it, with all that its data has saved, and says why."""
+    newest, older = Path("run/step-2"), Path("run/step-1")
+    sent: list[RankZeroResult] = []
+    starter = cast(Starter, SimpleNamespace(publish=sent.append))
+    leader = LeaderSessions(compile(job(CELL)), Options(), starter)
+
+    def damaged() -> Resumed:
+        raise DamagedError(newest, "bits")
+
+    with pytest.raises(DamagedError):
+        leader.call("read", damaged)
+    generator = {"key": np.arange(6, dtype=np.uint32), "drawn": Counter("abca")}
+    leader.call("read", lambda: Resumed(step=1, data=generator, callbacks={"EMA": {"step": (1, 2)}}))
+    with follower(*[rank_agent.CODEC.decode(rank_agent.CODEC.encode(result)) for result in sent]) as run:
+        resumed = load_newest(run.sessions.read, [newest, older])
+    assert resumed.step == 1 and resumed.callbacks == {"EMA": {"step": (1, 2)}}
+    assert str(resumed.data) == str(generator), "also what messages between ranks do not hold"
+    assert "run/step-2 is damaged (bits): using run/step-1 instead" in caplog.text
 
 
 def test_ranks_that_do_not_meet() -> None:

@@ -20,7 +20,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +28,7 @@ import cloudpickle
 import torch
 from torch import Tensor, fx, nn
 
+from piper.checkpoint.json_state import name_of, raw_bytes
 from piper.ir.devices import InternedDevices
 from piper.ir.ids import SlotId
 from piper.process.custom_operators import check_importable, importable, modules_of
@@ -40,11 +40,6 @@ ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in p
 def rounded(nbytes: int) -> int:
     """Return bytes rounded up, so that any type can begin there."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def raw_bytes(value: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes."""
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
@@ -64,9 +59,9 @@ class Codec:
 
     def __init__(self, roots: Iterable[object] = ()) -> None:
         """Take these classes, or those that type hints name, and the classes that their fields name."""
-        known = {cls: _Class(cls, fields) for cls, fields in reachable(roots).items()}
-        self.names: Mapping[type, str] = {cls: name_of(cls) for cls in known}
-        self.known: Mapping[str, _Class] = {name_of(cls): one for cls, one in known.items()}
+        self.attributes = reachable(roots)
+        self.names = {cls: name_of(cls) for cls in self.attributes}
+        self.classes = {name: cls for cls, name in self.names.items()}
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
@@ -80,7 +75,7 @@ class Codec:
         at = HEADER.size + len(header)
         for blob in blobs:
             if isinstance(blob, Tensor):  # not earlier: those of an accelerator are copied one at a time
-                blob = raw_bytes(blob.resolve_conj().resolve_neg()).numpy().data
+                blob = raw_bytes(blob.resolve_conj().resolve_neg())
             gap = -at % ALIGNMENT
             yield from (b"\0" * gap, blob)
             at += gap + len(blob)
@@ -93,7 +88,8 @@ class Codec:
         if kind is SlotId:
             return self._slot(cast(SlotId, value), blobs)
         if (name := self.names.get(kind)) is not None:
-            return {"c": [name, [self._tree(item, blobs) for item in self.known[name].contents(value)]]}
+            items = [getattr(value, attribute) for attribute in self.attributes[kind]]
+            return {"c": [name, [self._tree(item, blobs) for item in items]]}
         if kind is Tensor or kind is nn.Parameter:
             return {"T": self._tensor(cast(Tensor, value), blobs)}
         if kind is list:
@@ -132,7 +128,7 @@ class Codec:
         if end > len(view):
             raise MessageError("a message is cut short")
         try:
-            reader = _Reader(self.known, view, end)
+            reader = _Reader(self, view, end)
             return json.loads(bytes(view[HEADER.size : end]), object_hook=reader.value)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
@@ -149,8 +145,8 @@ class _Blobs(list[Buffer]):
 class _Reader:
     """Builds the values of one message, in the order in which their bytes were written."""
 
-    def __init__(self, known: Mapping[str, "_Class"], view: memoryview, at: int) -> None:
-        self.known, self.view, self.at = known, view, at
+    def __init__(self, codec: Codec, view: memoryview, at: int) -> None:
+        self.codec, self.view, self.at = codec, view, at
         self.slots: list[SlotId] = []
 
     def value(self, tree: dict[str, Any]) -> object:
@@ -173,7 +169,10 @@ class _Reader:
                 return self.slots[inner]
             case "c":
                 name, items = inner
-                return self.known[name].build(items)
+                cls = self.codec.classes[name]
+                if issubclass(cls, BaseException):
+                    return cls(*items[0])
+                return cls(**dict(zip(self.codec.attributes[cls], items, strict=True)))
         return CONTAINERS[tag](inner)
 
     def _blob(self, length: int) -> memoryview:
@@ -198,37 +197,13 @@ def shared(descriptor: int) -> Mapping[str, Tensor]:
     return cast("Mapping[str, Tensor]", Codec().decode(memory))
 
 
-def name_of(cls: type) -> str:
-    """Return the full name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """A class that messages may hold, and how its instances are taken apart and built."""
-
-    cls: type
-    names: tuple[str, ...]  # fields of a dataclass; else the one attribute that holds all arguments
-
-    def contents(self, value: object) -> Iterable[object]:
-        if dataclasses.is_dataclass(self.cls):
-            return [getattr(value, name) for name in self.names]
-        return cast("Iterable[object]", getattr(value, self.names[0]))
-
-    def build(self, items: list[object]) -> object:
-        if dataclasses.is_dataclass(self.cls):
-            return self.cls(**dict(zip(self.names, items, strict=True)))
-        return self.cls(*items)
-
-
 def fields_of(cls: type) -> tuple[str, ...] | None:
     """Return the attributes from which an instance can be built again. None: messages cannot hold it."""
     if dataclasses.is_dataclass(cls):
         return tuple(item.name for item in dataclasses.fields(cls) if item.init)
     if issubclass(cls, BaseException):
         return ("args",)
-    # Else a property `fields` gives the arguments of the constructor.
-    return ("fields",) if isinstance(getattr(cls, "fields", None), property) else None
+    return ("fields",) if cls is SlotId else None  # which has a form of its own in messages
 
 
 def reachable(roots: Iterable[object]) -> dict[type, tuple[str, ...]]:
@@ -284,7 +259,7 @@ class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no a
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is Tensor:
-            raw = bytearray(raw_bytes(obj).numpy())  # its own elements, not its whole storage
+            raw = bytearray(raw_bytes(obj))  # its own elements, not its whole storage
             return restore_tensor, (raw, obj.dtype, tuple(obj.shape), obj.requires_grad)
         if isinstance(obj, fx.GraphModule):
             return reduce_module(obj)

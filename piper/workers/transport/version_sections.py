@@ -15,7 +15,7 @@ from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import SavedPiece
 from piper.checkpoint.save import Copied, Shapes, record_of
 from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
-from piper.ir.ids import SlotId, buffer_slot, param_slot
+from piper.ir.ids import buffer_slot, param_slot
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.plan.protected import ProtectedState
@@ -183,14 +183,22 @@ class Holders:
     """Finds the sections that make up a version, in the memory of all devices."""
 
     def __init__(self, plans: Plans) -> None:
+        self.plans = plans
         self.devices = [device for plan in plans for device in plan.devices]
         self.state = ProtectedState(plans) if plans.protection is not None else None
         self.sections = () if self.state is None else self.state.sections
-        self.resting = [d for d in self.devices if self.state is not None and any(rest_of(plans, d))]
+        self.numbers = {device: [REST] for device in self.devices}  # of all sections in the memory of each
+        for section in self.sections:
+            self.numbers[section.holder].append(section.number)
+        copies = (ins for plan in plans for ins in plan.instrs if ins.op == "protect")
+        self.copied = {slot for ins in copies for slot in ins.reads}  # on any device
+        self.resting = [d for d in self.devices if self.state is not None and any(self.rest_of(d))]
 
-    def numbers(self, device: int) -> list[int]:
-        """Return the numbers of all sections in the memory of a device."""
-        return [REST, *(section.number for section in self.sections if section.holder == device)]
+    def rest_of(self, device: int) -> tuple[list[Bucket], list[str]]:
+        """Return the buckets and buffers that a device is the one to save and no instruction copies."""
+        updates, buffers = saved_buckets(self.plans, device), saved_buffers(self.plans, device)
+        rest = [update for update in updates if param_slot(update.name) not in self.copied]
+        return rest, [name for name in buffers if buffer_slot(name) not in self.copied]
 
     def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
         """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
@@ -221,16 +229,3 @@ class Holders:
     def held(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, HeldVersion]]:
         """Return the sections of a version with their devices, none if it is not complete."""
         return [(device, held_in(file, n)) for device, file, n in self.all_of(files, step) or ()]
-
-
-def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
-    """Return the buckets and buffers that a device is the one to save and no instruction copies."""
-    copied = copied_slots(plans)
-    buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
-    buffers = [name for name in saved_buffers(plans, device) if buffer_slot(name) not in copied]
-    return buckets, buffers
-
-
-def copied_slots(plans: Plans) -> set[SlotId]:
-    """Return the slots that instructions copy, on any device."""
-    return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}

@@ -21,7 +21,6 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import saved_buckets
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Record, Trainer
 from piper.checkpoint.save import (
@@ -38,10 +37,10 @@ from piper.errors import ConfigError
 from piper.ir.chunk_options import Protection
 from piper.ir.dtypes import itemsize
 from piper.ir.format import size
-from piper.ir.ids import param_slot
+from piper.ir.ids import state_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.plan.protected import GENERATIONS, ProtectedState, sent
+from piper.plan.protected import GENERATIONS, sent
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -53,8 +52,6 @@ from piper.workers.transport.version_sections import (
     Holders,
     SectionWriter,
     VersionReader,
-    copied_slots,
-    rest_of,
     same,
     step_in,
 )
@@ -79,7 +76,11 @@ class WorkerVersions:
         self.worker, self.files = worker, files
         device, descriptors = worker.device, [file.open() for file in files[worker.device]]
         self.holders = Holders(worker.setup.plans)
-        self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers(device)}
+        self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers[device]}
+        here = [section for section in self.holders.sections if section.holder == device]
+        plan, own = worker.env.plan, [section for section in here if section.owner == device]
+        self.sends = {ins.node: sent(plan, ins, own) for ins in plan.instrs if ins.op == "mirror"}
+        self.brought = [section for section in here if section.owner != device]
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
         self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
         self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
@@ -89,13 +90,13 @@ class WorkerVersions:
 
     def write(self) -> None:
         """Copy the state as it is between two steps, if it can be, without what instructions copy."""
-        self.began = None
+        self.began = self.said = None  # a state that was loaded may be of the same step, with other options
         if not self.refused:
             try:
                 if self.holders.state is None:
                     copied = copy_state(self.worker, same)
                 else:  # what this device is the one to save: it is the same after every step
-                    rest = rest_of(self.worker.setup.plans, self.worker.device)
+                    rest = self.holders.rest_of(self.worker.device)
                     copied = replace(copy_parts(self.worker, *rest, Trainer(), same), step=0)
                 self.writers[REST].write(copied)
             except (RefusedError, ConfigError):
@@ -164,15 +165,13 @@ class WorkerVersions:
 
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
-        own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
-        sends = () if self.refused else sent(self.worker.env.plan, ins, own)
+        sends = () if self.refused else self.sends[ins.node]
         empty = torch.empty(0, dtype=torch.uint8)
         return torch.cat([empty, *(self.writers[section.number].image() for section in sends)])
 
     def take(self, ins: Instr, arrived: Tensor) -> None:
         """Keep the sections of other devices that an instruction brought."""
-        mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
-        for section in (s for s in mine if s.by == ins.node and len(arrived)):
+        for section in (s for s in self.brought if s.by == ins.node and len(arrived)):
             nbytes = HEAD.unpack(bytes(arrived[: HEAD.size].numpy()))[-1]
             self.writers[section.number].take(arrived[:nbytes])
             arrived = arrived[nbytes:]
@@ -205,7 +204,7 @@ class Versions:
         self.devices = self.holders.devices
         self.every = 1 if plans.protection is None else plans.protection.every
         if checked:
-            check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
+            check_memory(sum(version_bytes(self.holders).values()), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
     def of(self, plans: Plans) -> "Versions":
@@ -240,7 +239,7 @@ class Versions:
 
     def places(self, device: int) -> list[Place]:
         """Return where each section of a device may begin."""
-        numbers = self.holders.numbers(device)
+        numbers = self.holders.numbers[device]
         return [(device, generation, n * SPAN) for generation in range(GENERATIONS) for n in numbers]
 
     def forget(self, chosen: Callable[[int], bool]) -> list[Place]:
@@ -283,20 +282,21 @@ class Versions:
         self.descriptors = {}
 
 
-def version_bytes(plans: Plans, device: int) -> int:
-    """Return how much memory the versions of a device take at most, in bytes."""
-    residents = plans.of(device).residents
-    states = {slot.owner: one.everywhere for slot, one in residents.items() if slot.kind == "state"}
-    copied = copied_slots(plans)
-    total = sum(s.nbytes for s in ProtectedState(plans).sections if s.holder == device)
-    total += sum(
-        one.nbytes for slot, one in residents.items() if slot.kind == "buffer" and slot not in copied
-    )
-    for update in saved_buckets(plans, device):
-        if param_slot(update.name) not in copied:
+def version_bytes(holders: Holders) -> dict[int, int]:
+    """Return how much memory the versions of each device take at most, in bytes."""
+    totals = dict.fromkeys(holders.devices, INDEX)
+    for section in holders.sections:
+        totals[section.holder] += section.nbytes
+    for device in holders.devices:
+        residents = holders.plans.of(device).residents
+        for slot, one in residents.items():
+            if slot.kind == "buffer" and slot not in holders.copied:
+                totals[device] += one.nbytes
+        for update in holders.rest_of(device)[0]:
             low, high = update.owned(device)
-            total += (high - low) * itemsize(update.dtype) + states.get(update.name, 0)
-    return GENERATIONS * (total + INDEX)
+            state = residents.get(state_slot(update.name))
+            totals[device] += (high - low) * itemsize(update.dtype) + (state.everywhere if state else 0)
+    return {device: GENERATIONS * total for device, total in totals.items()}
 
 
 def check_memory(wanted: int, asked: Protection | None = None) -> None:
