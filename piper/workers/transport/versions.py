@@ -41,7 +41,7 @@ from piper.ir.format import size
 from piper.ir.ids import param_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.plan.protected import GENERATIONS, ProtectedState, sent
+from piper.plan.protected import GENERATIONS, ProtectedState
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -165,7 +165,7 @@ class WorkerVersions:
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
         own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
-        sends = () if self.refused else sent(self.worker.env.plan, ins, own)
+        sends = [] if self.refused else [section for section in own if section.sent_by == ins.node]
         empty = torch.empty(0, dtype=torch.uint8)
         return torch.cat([empty, *(self.writers[section.number].image() for section in sends)])
 
