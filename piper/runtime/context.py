@@ -151,7 +151,7 @@ class Env:
     def sent(self, ins: Instr) -> Instr:
         """Return the send, on another device, of what an instruction receives."""
         assert ins.comm is not None
-        sender, _ = self.setup.plans.comms[ins.comm].pair_to(self.device)
+        sender, _ = self.setup.plans.comms[ins.comm].group_of(self.device, "recv")
         if sender not in self.sends:
             sends = (each for each in self.setup.plans.of(sender).instrs if each.op == "send")
             self.sends[sender] = {(each.node, each.comm): each for each in sends}
