@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 
 from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
-from piper.ir.graph import Graph
+from piper.ir.graph import Graph, microbatches_of
 from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Shard, Sharding, refined, shardings_on
 from piper.ir.step_sums import step_sums
@@ -249,9 +248,3 @@ def union_of(sets: Iterable[Devices]) -> Devices:
     """Return the devices of several sets, each once, in order."""
     first, *others = dict.fromkeys(sets)
     return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first
-
-
-def microbatches_of(axes: Tags) -> tuple[Tags, ...]:
-    """Return every microbatch of some axes, in order: (("MB", 2),) gives MB=0 and MB=1."""
-    ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
-    return tuple(product(*ranges))
