@@ -134,9 +134,9 @@ class LocalRules:
             self.state.complain(at, f"runs on a microbatch that does not exist, {part}")
         self.check_reads(at, expected)
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
-        for given in expected.weights:
-            amount = self.state.expected.single(expected.chunk, part, given.suffix)
-            values.append((given.symbol, "whole", ((given.cover, amount),)))
+        for weights, cover, suffix in expected.weights:
+            amount = self.state.expected.single(expected.chunk, part, suffix)
+            values.append((weights, "whole", ((cover, amount),)))
             slot = at.ins.writes[len(values) - 1] if len(values) <= len(at.ins.writes) else None
             if slot in at.ins.adds_to:
                 values[-1] = self._added(at, slot, values[-1])
