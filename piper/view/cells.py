@@ -129,6 +129,7 @@ class PlanCells:
         """Collect a program's cells, and return their order."""
         by_label: dict[str, int] = {}
         row: list[int] = []
+        backwards = Counter[tuple[int | None, tuple[int, ...]]]()  # by stage and microbatch
         written: dict[SlotId, frozenset[int | str]] = {}  # by slot: whose value it is
         for place, ins in enumerate(plan.instrs):
             read: frozenset[int | str] = frozenset().union(*(written.get(slot, ()) for slot in ins.reads))
@@ -136,7 +137,9 @@ class PlanCells:
                 cell = cell_of(ins.computes, self.tags)
                 if cell.label not in by_label:
                     by_label[cell.label] = len(self.cells)
-                    row.insert(self.turn_of(cell, row), len(self.cells))
+                    turn = self.turn_of(cell, row, backwards[cell.stage, cell.part])
+                    row.insert(turn, len(self.cells))
+                    backwards[cell.stage, cell.part] += cell.phase != "F"
                     self.cells.append(cell)
                     self.places.append([])
                     self.needs.append(set())
@@ -152,17 +155,18 @@ class PlanCells:
                 written |= dict.fromkeys(ins.writes, read)
         return row
 
-    def turn_of(self, cell: Cell, row: list[int]) -> int:
+    def turn_of(self, cell: Cell, row: list[int], backwards: int) -> int:
         """Return where to insert a cell in a row: at the end, but a recompute before its backwards.
 
         Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
+        backwards: how many of that stage and microbatch are.
         """
-        if not cell.again:
-            return len(row)
-        for turn, other in enumerate(self.cells[i] for i in row):
-            if other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part):
-                return turn
-        return len(row)
+        turn, left = len(row), backwards if cell.again else 0
+        while left:  # they are near the end, so the row is not walked for each recompute
+            turn -= 1
+            other = self.cells[row[turn]]
+            left -= other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part)
+        return turn
 
     def timed(self, rows: list[list[int]]) -> Rows:
         """Return the cells of rows, each after its predecessor in the row and after the cells it needs.

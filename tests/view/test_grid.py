@@ -1,5 +1,6 @@
 """The pipeline grid of plans agrees with the schedule it was compiled from."""
 
+import time
 from collections.abc import Sequence
 from inspect import cleandoc
 
@@ -9,7 +10,10 @@ from piper import at, place, remat, replicate, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.chunk import Batch
 from piper.ir.graph import start
+from piper.ir.ids import Pass, Phase
 from piper.ir.select import At
+from piper.plan.instr import Instr
+from piper.plan.plan import Plan, Plans
 from piper.schedules.grid import NAMES, grid_for
 from piper.view.cells import grid, of_plans, picture, plan_rows, stage_tags
 from tests.chain import chain
@@ -55,6 +59,23 @@ def test_a_stage_that_keeps_only_its_input_runs_its_forwards_again_before_its_ba
         1  .   1F0 1B0 --  1F1 1B1 --  1F2 1B2 --  .   .   .
     """)
     assert drawn(2, strategy, experts=4) == drawn(2, strategy)
+
+
+def test_rows_of_many_recomputed_microbatches_take_linear_time() -> None:
+    """Where a recompute stands in its row is found without a walk through all of the row."""
+    kinds: list[tuple[Phase, bool]] = [("F", False), ("F", True), ("B", False)]
+    passes = [
+        Pass(phase=phase, chunk="PP=0", part=(("MB", number),), again=again)
+        for number in range(10_000)
+        for phase, again in kinds
+    ]
+    instrs = tuple(Instr(op="compute", node=str(run), stream="compute", payload=run) for run in passes)
+    plan = Plan(devices=(0,), instrs=instrs, slots={}, residents={})
+    plans = Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False, axes={"MB": 10_000})
+    begin = time.process_time()
+    (row,) = plan_rows(plans, {"PP=0": (("PP", 0),)})
+    assert time.process_time() - begin < 5  # 0.6 s; with a walk for each 15 s
+    assert [cell.label for cell in row] == [f"0{letter}{i}" for i in range(10_000) for letter in "FRB"]
 
 
 def test_pieces_that_run_again_one_by_one_stand_together_before_their_backward() -> None:
