@@ -325,9 +325,7 @@ class CollectiveRules:
         slots, ins = self.state.slots[member.program], member.ins
         value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
         if value != wanted:
-            contents, should = self.symbols.describe(value), self.symbols.describe(wanted)
-            read = ", ".join(ins.reads)
-            self.state.complain(member, f"reads {read}, which holds {contents}; it should hold {should}")
+            self.state.mismatch(member, ", ".join(ins.reads), value, wanted)
         if comm is None and len(everyone) > 1:
             self.state.complain(member, "sums over one device; it should sum over all")
         if comm is not None:

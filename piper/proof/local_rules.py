@@ -280,7 +280,7 @@ class LocalRules:
             terms = state.sum_of(at.program, source)
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
-        buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
+        buckets = dict(state.trained_on(at.program))
         terms_left = self.terms.pop(at.program, set())
         for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
@@ -315,7 +315,7 @@ class LocalRules:
     def update(self, at: ProgramInstr) -> None:
         """Step the optimizer: each bucket once, with its own complete gradient."""
         state, slots = self.state, self.state.slots[at.program]
-        buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(at.program)}
+        buckets = {param_slot(name): bucket for name, bucket in state.trained_on(at.program).items()}
         total = slots.get(TOTAL)
         if any(each.steers for each in self.spec.sums):
             fresh = state.value(SymbolicValue("total"), "fresh")

@@ -159,7 +159,7 @@ class SymbolicRun:
         wanted = dict(state.initial[program])
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         state.problems.extend(self.groups.left_out(program) if self.averages else ())
-        for bucket in state.trained_on(program):
+        for bucket in state.trained_on(program).values():
             new = state.value(SymbolicValue("param", bucket.name), updated_versions(bucket)[2])
             wanted[param_slot(bucket.name)] = new
             kept = state_slot(bucket.name)
@@ -264,7 +264,7 @@ class AverageRule:
     def _check(self, at: ProgramInstr, *, params: bool, state: bool) -> Bucket | None:
         """Complain unless an instruction reads and writes one trained bucket, once, after its update."""
         owner = at.ins.writes[0].owner if at.ins.writes else ""
-        bucket = {bucket.name: bucket for bucket in self.state.trained_on(at.program)}.get(owner)
+        bucket = self.state.trained_on(at.program).get(owner)
         slots = (*([param_slot(owner)] if params else []), *([state_slot(owner)] if state else []))
         if bucket is None or not at.ins.reads == at.ins.writes == slots:
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
@@ -282,6 +282,6 @@ class AverageRule:
     def left_out(self, program: int) -> Iterator[str]:
         """Yield the trained buckets that a program does not average, or does not merge."""
         needed: tuple[Op, ...] = ("average", "merge") if self.averaging.overlap else ("average",)
-        for bucket in self.state.trained_on(program):
-            if not all((op, program, bucket.name) in self.done for op in needed):
-                yield f"{bucket.name} is not averaged with other groups"
+        for name in self.state.trained_on(program):
+            if not all((op, program, name) in self.done for op in needed):
+                yield f"{name} is not averaged with other groups"
