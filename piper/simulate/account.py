@@ -105,7 +105,8 @@ def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
     """Return how much of the interval from `start` to `end` lies outside the sorted intervals `busy`."""
     first = bisect_right(busy, start, key=itemgetter(1))  # that ends after the interval begins
     left = end - start
-    for begin, stop in busy[first:]:
+    for place in range(first, len(busy)):  # not a copy of the rest, of which few are looked at
+        begin, stop = busy[place]
         if begin >= end:
             break
         left -= min(stop, end) - max(begin, start)
