@@ -12,6 +12,7 @@ from piper.ir.sharding import UNSHARDED, Sharding
 from piper.ir.step_sums import USUAL
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
+from piper.plan.ops import Op
 
 SHOWN = 4  # plans in the text of all plans
 
@@ -50,17 +51,10 @@ class Comm:
     kind: str  # "pairs" or "groups"
     groups: tuple[Devices, ...]
 
-    def group_of(self, device: int) -> Devices:
-        """Return the group of a device."""
-        return next(group for group in self.groups if device in group)
-
-    def pair_from(self, device: int) -> Devices:
-        """Return the pair in which a device sends."""
-        return next(pair for pair in self.groups if pair[0] == device)
-
-    def pair_to(self, device: int) -> Devices:
-        """Return the pair in which a device receives."""
-        return next(pair for pair in self.groups if pair[1] == device)
+    def group_of(self, device: int, op: Op | None = None) -> Devices:
+        """Return the group of a device. op: says of two pairs if that in which it sends or receives."""
+        ends = {"send": slice(0, 1), "recv": slice(1, 2)}.get(op or "", slice(None))
+        return next(group for group in self.groups if device in group[ends])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from piper.ir.devices import show
 from piper.ir.format import size
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
@@ -29,10 +28,27 @@ class StateSection:
 
     holder: int  # the device in whose memory it lies
     owner: int  # the device whose state it is
-    number: int  # in the memory of the holder, from 1
+    number: int = 0  # in the memory of the holder, from 1
     by: str  # the node that copies it, or that brings it from its owner
+    sent_by: str  # the node that gives a copy of it to another device. Empty: it stays
     elements: tuple[Elements, ...]
     nbytes: int  # of parameters, optimizer state and buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """The copies that the devices of one program make with one instruction, a section each."""
+
+    plan: Plan
+    program: int  # its number
+    node: str
+    slots: tuple[SlotId, ...]  # of parameters and buffers
+    sent_by: str
+    receivers: Mapping[int, tuple[int]]  # by the device that sends
+
+    def holders(self, device: int) -> tuple[int, ...]:
+        """Return the devices that hold the copy of one device: itself, and the one that it sends it to."""
+        return device, *self.receivers.get(device, ())
 
 
 class ProtectedState:
@@ -48,45 +64,32 @@ class ProtectedState:
         self._ownership = {name: bucket.update.ownership for name, bucket in plans.buckets.items()}
         shares = {each: each.shares() for each in set(self._ownership.values())}
         self._shares = {name: shares[each] for name, each in self._ownership.items()}
-        self._receivers: dict[str, Mapping[int, tuple[int]]] = {"": {}}  # by the node that sends
-        for ins in (ins for plan in plans for ins in plan.instrs if ins.op == "mirror"):
-            if ins.node not in self._receivers:
-                comm = plans.comms.get(ins.comm or "")
-                rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
-                self._receivers[ins.node] = {a: (b,) for ring in rings for a, b in ring}
+        self._copies = list(copies_in(plans))
         self._sizes: dict[str, tuple[Bucket, int]] = {}  # and the bytes of an element with its state
 
     @cached_property
     def sections(self) -> tuple[StateSection, ...]:
-        """Return every section, device by device."""
-        own: dict[int, list[StateSection]] = {}
-        for plan in self.plans:
-            copied = [ins for ins in plan.instrs if ins.op == "protect"]
-            for device in plan.devices:
-                own[device] = [self._section(plan, ins, device, i) for i, ins in enumerate(copied, 1)]
-        by_holder = {device: list(sections) for device, sections in own.items()}
-        for plan in self.plans:
-            for ins in plan.instrs:
-                if ins.op != "mirror":
-                    continue
-                receivers = self._receivers[ins.node]
-                for device in plan.devices:
-                    (holder,) = receivers.get(device, (device,))
-                    for section in sent(plan, ins, own[device]):
-                        number = len(by_holder[holder]) + 1
-                        copy = replace(section, holder=holder, number=number, by=ins.node)
-                        by_holder[holder].append(copy)
+        """Return every section, device by device: its own ones first, then those of another device."""
+        own = [(copy, self._section(copy, device)) for copy in self._copies for device in copy.plan.devices]
+        received = [
+            replace(section, holder=receiver, by=copy.sent_by, sent_by="")
+            for copy, section in own
+            for receiver in copy.receivers.get(section.owner, ())
+        ]
+        by_holder: dict[int, list[StateSection]] = {}
+        for section in (*(section for _, section in own), *received):
+            held = by_holder.setdefault(section.holder, [])
+            held.append(replace(section, number=len(held) + 1))
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
-    def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
-        slots = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
+    def _section(self, copy: StateCopy, device: int) -> StateSection:
         return StateSection(
             holder=device,
             owner=device,
-            number=number,
-            by=ins.node,
-            elements=tuple(self.elements(slot, device) for slot in slots),
-            nbytes=sum(self._nbytes(plan, slot, device) for slot in slots),
+            by=copy.node,
+            sent_by=copy.sent_by,
+            elements=tuple(self.elements(slot, device) for slot in copy.slots),
+            nbytes=sum(self._nbytes(copy.plan, slot, device) for slot in copy.slots),
         )
 
     def elements(self, slot: SlotId, device: int) -> Elements:
@@ -141,22 +144,6 @@ class ProtectedState:
                         slots.setdefault(self._name(slot), {})[number, slot] = plan
         return {name: [(plan, slot) for (_, slot), plan in found.items()] for name, found in slots.items()}
 
-    @cached_property
-    def _copies(self) -> list["StateCopy"]:
-        """Return every copy that a program makes of a bucket or buffer."""
-        copies: list[StateCopy] = []
-        for number, plan in enumerate(self.plans):
-            mirrors = [ins for ins in plan.instrs if ins.op == "mirror"]
-            for ins in plan.instrs:
-                if ins.op == "protect":
-                    mirror = next((m.node for m in mirrors if not set(ins.writes).isdisjoint(m.reads)), "")
-                    copies += [
-                        StateCopy(plan=plan, number=number, slot=slot, mirror=mirror)
-                        for slot in ins.reads
-                        if slot.kind in ("param", "buffer")
-                    ]
-        return copies
-
     def _name(self, slot: SlotId) -> str:
         """Return the name of a bucket or buffer; buckets of a tied parameter share that of the first."""
         bucket = self._bucket(slot)
@@ -178,18 +165,18 @@ class ProtectedState:
         assert self.plans.protection is not None
         machine = self.plans.protection.machine
         sizes = {machine(device): 0 for device in self.plans.devices}
-        alike: dict[tuple[object, ...], list[StateCopy]] = {}
+        alike: dict[object, list[StateCopy]] = {}
         for copy in self._copies:
-            key = (copy.number, copy.mirror, self._alike(copy.slot))
+            key = (copy.program, copy.sent_by, tuple(map(self._alike, copy.slots)))
             alike.setdefault(key, []).append(copy)
-        for copies in alike.values():
-            plan, receivers = copies[0].plan, self._receivers[copies[0].mirror]
+        for first, *others in alike.values():
             by_part: dict[object, int] = {}
-            for device in plan.devices:
-                part = self._part(copies[0].slot, device)
+            for device in first.plan.devices:
+                part = tuple(self._part(slot, device) for slot in first.slots)
                 if part not in by_part:
-                    by_part[part] = sum(self._nbytes(plan, copy.slot, device) for copy in copies)
-                for holder in (device, *receivers.get(device, ())):
+                    slots = (slot for copy in (first, *others) for slot in copy.slots)
+                    by_part[part] = sum(self._nbytes(first.plan, slot, device) for slot in slots)
+                for holder in first.holders(device):
                     sizes[machine(holder)] += by_part[part]
         return sizes
 
@@ -199,57 +186,54 @@ class ProtectedState:
         domain: of a device. None: nothing holds the elements at all. Slots that are owned and copied in the
         same way, as those of equal layers are, are lost together: the devices of one of them are looked at.
         """
-        copies_of: dict[str, list[StateCopy]] = {}
+        copies_of: dict[str, list[tuple[StateCopy, SlotId]]] = {}
         for copy in self._copies:
-            copies_of.setdefault(self._name(copy.slot), []).append(copy)
-        lost: dict[int | None, SlotId] = {}
-        seen: set[object] = set()
+            for slot in copy.slots:
+                copies_of.setdefault(self._name(slot), []).append((copy, slot))
+        alike: dict[object, str] = {}  # the first name of those that are
         for name, placed in self._written_slots.items():
-            copies = copies_of.get(name, [])
-            key = (
-                tuple((plan.devices, self._alike(slot)) for plan, slot in placed),
-                tuple((copy.number, copy.mirror, self._alike(copy.slot)) for copy in copies),
-            )
-            if key not in seen:
-                seen.add(key)
-                self._lose(placed, copies, domain, lost)
+            owned = tuple((plan.devices, self._alike(slot)) for plan, slot in placed)
+            copied = ((copy.program, copy.sent_by, self._alike(s)) for copy, s in copies_of.get(name, ()))
+            alike.setdefault((owned, tuple(copied)), name)
+        lost: dict[int | None, SlotId] = {}
+        for name in alike.values():
+            domains: dict[object, set[int]] = {}
+            for copy, slot in copies_of.get(name, ()):
+                for device in copy.plan.devices:
+                    where = domains.setdefault(self._part(slot, device), set())
+                    where.update(map(domain, copy.holders(device)))
+            for plan, slot in self._written_slots[name]:
+                for device in plan.devices:
+                    where = domains.get(self._part(slot, device), set())
+                    if len(where) < 2:
+                        lost.setdefault(next(iter(where), None), slot)
         return lost
 
-    def _lose(
-        self,
-        placed: list[tuple[Plan, SlotId]],
-        copies: list["StateCopy"],
-        domain: Callable[[int], int],
-        lost: dict[int | None, SlotId],
-    ) -> None:
-        """Add what is lost of one bucket or buffer to `lost`."""
-        domains: dict[object, set[int]] = {}
-        for copy in copies:
-            receivers = self._receivers[copy.mirror]
-            for device in copy.plan.devices:
-                where = domains.setdefault(self._part(copy.slot, device), set())
-                where.update(map(domain, (device, *receivers.get(device, ()))))
-        for plan, slot in placed:
-            for device in plan.devices:
-                where = domains.get(self._part(slot, device), set())
-                if len(where) < 2:
-                    lost.setdefault(next(iter(where), None), slot)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateCopy:
-    """A copy that the devices of one program make of a bucket or buffer."""
-
-    plan: Plan
-    number: int  # of the program
-    slot: SlotId
-    mirror: str  # the node that gives it to another device. Empty: it stays
-
-
-def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
-    """Return the sections of a device that an instruction sends: those whose copies it reads."""
-    copied = [other for other in plan.instrs if other.op == "protect"]
-    return [s for other, s in zip(copied, own, strict=True) if not set(other.writes).isdisjoint(ins.reads)]
+def copies_in(plans: Plans) -> Iterator[StateCopy]:
+    """Yield every copy of the state that programs make."""
+    receivers: dict[str, dict[int, tuple[int]]] = {"": {}}  # by the node that sends
+    for number, plan in enumerate(plans):
+        sent_by: dict[SlotId, str] = {}
+        for ins in plan.instrs:
+            if ins.op == "mirror":
+                sent_by |= dict.fromkeys(ins.reads, ins.node)
+                if ins.node not in receivers:  # a ring of all devices: too many to walk for each program
+                    comm = plans.comms.get(ins.comm or "")
+                    rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
+                    receivers[ins.node] = {a: (b,) for ring in rings for a, b in ring}
+        for ins in plan.instrs:
+            if ins.op == "protect":
+                mirror = next((sent_by[slot] for slot in ins.writes if slot in sent_by), "")
+                slots = tuple(slot for slot in ins.reads if slot.kind in ("param", "buffer"))
+                yield StateCopy(
+                    plan=plan,
+                    program=number,
+                    node=ins.node,
+                    slots=slots,
+                    sent_by=mirror,
+                    receivers=receivers[mirror],
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

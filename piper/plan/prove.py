@@ -16,15 +16,15 @@ circle among the plans they share.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
 
 from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
-from piper.plan.ops import COMMUNICATION, OPS, Op
+from piper.plan.ops import OPS, Op
 from piper.plan.plan import Comm, Plan, Plans
 from piper.plan.protected import protection_problems
 
 MOST_PROBLEMS = 20
+Event = list[tuple[int, int]]  # the programs and places of an instruction, or of a communication of several
 SEARCHED = 64  # stuck events from which the shortest cycle is searched
 
 
@@ -120,16 +120,12 @@ def signature(ins: Instr) -> str:
 
 def circle_problems(plans: Plans) -> Iterator[str]:
     """Yield a cycle of instructions that wait for each other. Without one, a global order exists."""
-    events, rows = events_of(plans)
-    followers: list[list[int]] = [[] for _ in events]
-    for row in rows:
-        for a, b in pairwise(row):
-            if a != b:  # a send and a receive of one transfer on one device
-                followers[a].append(b)
+    events, followers = events_of(plans)
     _, stuck = in_order(followers)
     if stuck:
-        circle = shortest_circle(followers, stuck)
-        shown = [f"  {ins.op} {ins.node} on {plan.devices[0]}" for ins, plan in (events[i] for i in circle)]
+        circle = (events[event][0] for event in shortest_circle(followers, stuck))
+        waiting = ((plans.plans[program], place) for program, place in circle)
+        shown = [f"  {p.instrs[i].op} {p.instrs[i].node} on {p.devices[0]}" for p, i in waiting]
         yield "\n".join(["these wait for each other in a circle:", *shown])
 
 
@@ -151,22 +147,26 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
     return order, {vertex for vertex, count in enumerate(waiting) if count}
 
 
-def events_of(plans: Plans) -> tuple[list[tuple[Instr, Plan]], list[list[int]]]:
-    """Return all events, each as its first instruction, and the order of events in each plan."""
-    # A communication is one event for all its members.
-    vertex: dict[tuple[object, ...], int] = {}
-    events: list[tuple[Instr, Plan]] = []
-    rows: list[list[int]] = []
-    for i, plan in enumerate(plans):
-        row: list[int] = []
+def events_of(plans: Plans) -> tuple[list[Event], list[list[int]]]:
+    """Return the events of all programs, and the numbers of those that follow each of them in a program."""
+    vertex: dict[tuple[str, str, int], int] = {}  # a communication has the same number for all its members
+    events: list[Event] = []
+    followers: list[list[int]] = []
+    for program, plan in enumerate(plans):
+        before, issued = -1, Counter[tuple[object, ...]]()
         for place, ins in enumerate(plan.instrs):
-            key: tuple[object, ...] = (ins.node, ins.comm) if ins.op in COMMUNICATION else (i, place)
-            if key not in vertex:
-                vertex[key] = len(events)
-                events.append((ins, plan))
-            row.append(vertex[key])
-        rows.append(row)
-    return events, rows
+            event = len(events)
+            if ins.comm is not None:
+                issued[ins.op, ins.node, ins.comm] += 1
+                event = vertex.setdefault((ins.node, ins.comm, issued[ins.op, ins.node, ins.comm]), event)
+            if event == len(events):
+                events.append([])
+                followers.append([])
+            events[event].append((program, place))
+            if event != before >= 0:  # else a send and a receive of one transfer on one device
+                followers[before].append(event)
+            before = event
+    return events, followers
 
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:

@@ -11,7 +11,7 @@ from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.instr import Instr
 from piper.plan.ops import Collecting, OfBucket, Op, Payload, Routing
 from piper.plan.plan import Comm
-from piper.proof.covers import Contributor
+from piper.proof.covers import Contributor, once
 from piper.proof.local_rules import LocalRules, described
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
@@ -47,8 +47,8 @@ class CollectiveRules:
         self.state, self.local = state, local
         self.symbols, self.covers, self.spec = state.symbols, state.covers, state.spec
         self.by_member: dict[Op, Callable[[Comm | None, ProgramInstr], None]] = {
-            "counts": self.counts,
-            "exchange": self.exchange,
+            "counts": self.route,
+            "exchange": self.route,
             "collect": self.collect,
             "reshard": self.reshard,
             "total": self.total,
@@ -60,7 +60,6 @@ class CollectiveRules:
             "all_reduce": self.all_reduce,
             "reduce_scatter": self.reduce_scatter,
         }
-        self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def receive(self, at: ProgramInstr, comm: Comm, sent: dict[int, Value | None]) -> None:
         """Receive what the programs on the other side of a pipe sent."""
@@ -100,36 +99,26 @@ class CollectiveRules:
             if value != wanted:
                 self.state.mismatch(member, slot, value, wanted)
 
-    def counts(self, comm: Comm | None, member: ProgramInstr) -> None:
-        """Agree on the rows that travel to experts."""
-        rows = member.ins.payload
+    def route(self, comm: Comm | None, member: ProgramInstr) -> None:
+        """Agree on the rows that travel to experts, or send rows there or back."""
+        rows, part, at = member.ins.payload, member.ins.part, self.state.expected_at(member.ins.part)
         chunk = rows.run.chunk if isinstance(rows, Routing) else ""
-        expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
+        if member.ins.op == "counts":
+            expected = at.of_counts(member.program, chunk)
+            problem = f"counts the rows of {chunk}, which has no sharded experts here"
+        else:
+            outward = isinstance(rows, Routing) and rows.outward
+            expected = at.of_exchange(member.program, chunk, outward)
+            problem = f"has {described(rows)}, which must not happen here"
         if expected is None:
-            self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
+            self.state.complain(member, problem)
             return
-        self.check_experts(member, comm, chunk)
+        if comm is not None:
+            groups = partial(at.meshes[chunk].by_expert.groups, EXPERTS)
+            self.state.check_groups(member, comm, f"experts {chunk}", groups)
         self.local.follow(member, expected)
         terms = self.local.terms.setdefault(member.program, set())
-        terms.update(("overflows", (symbol, member.ins.part, n)) for symbol, _, n in expected.writes[2:])
-
-    def exchange(self, comm: Comm | None, member: ProgramInstr) -> None:
-        """Send rows to their experts, or back."""
-        rows, expected = member.ins.payload, None
-        if isinstance(rows, Routing):
-            of_exchange = self.state.expected_at(member.ins.part).of_exchange
-            expected = of_exchange(member.program, rows.run.chunk, rows.outward)
-        if not isinstance(rows, Routing) or expected is None:
-            self.state.complain(member, f"has {described(rows)}, which must not happen here")
-            return
-        self.check_experts(member, comm, rows.run.chunk)
-        self.local.follow(member, expected)
-
-    def check_experts(self, member: ProgramInstr, comm: Comm | None, chunk: str) -> None:
-        """Complain unless a communicator joins the devices that shard a chunk's experts, in order."""
-        if comm is not None:
-            mesh = self.state.expected_at(member.ins.part).meshes[chunk].by_expert
-            self.state.check_groups(member, comm, f"experts {chunk}", partial(mesh.groups, EXPERTS))
+        terms.update(("overflows", (symbol, part, n)) for symbol, _, n in expected.writes[2:])
 
     def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
         """Run a member of a collective, or a slice: a value of its group gets another layout."""
@@ -199,7 +188,7 @@ class CollectiveRules:
         """Sum gradients over replicas, or over the copies of a tied parameter."""
         given: dict[int, Terms] = {}
         abouts: dict[int, Value] = {}
-        buckets: list[str] = []
+        buckets: dict[int, str] = {}
         for member in members:
             ins = member.ins
             bucket = self.state.gradient_bucket(ins.writes[0]) if len(ins.writes) == 1 else None
@@ -209,7 +198,7 @@ class CollectiveRules:
                 read, written = ", ".join(ins.reads), ", ".join(ins.writes)
                 self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
                 return
-            buckets.append(bucket.name)
+            buckets[member.program] = bucket.name
             wanted: Value = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             abouts[member.program] = wanted
             terms = self._terms_read(member, ins.reads, wanted)
@@ -220,28 +209,26 @@ class CollectiveRules:
             different = "gradients of different parameters, or shards with whole ones"
             self.state.complain(members[0], f"sums {different}")
             return
-        if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "owned"):
+        sharded = next(iter(abouts.values()))[1] == "owned"
+        if comm is not None and sharded and not self._shards_align(comm.name, tuple(buckets.items())):
             self.state.complain(members[0], "sums shards of different elements")
             return
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             value = (*abouts[member.program][:2], terms)
             self.state.slots[member.program][member.ins.writes[0]] = value
 
-    def _shards_align(
-        self, comm: Comm | None, members: Sequence[ProgramInstr], buckets: list[str], sharded: bool
-    ) -> bool:
-        """Return whether the devices of each group own the same elements of a tied parameter."""
-        if not sharded or comm is None:
-            return True
-        key = (comm.name, tuple(buckets))
-        if key not in self._aligned:
-            rank: dict[int, int] = {}
-            for member, name in zip(members, buckets, strict=True):
-                mine = set(self.state.plans.plans[member.program].devices)
-                for group in self.state.plans.buckets[name].groups:
-                    rank |= {device: i for i, device in enumerate(group) if device in mine}
-            self._aligned[key] = all(len({rank.get(d) for d in group}) == 1 for group in comm.groups)
-        return self._aligned[key]
+    @once
+    def _shards_align(self, comm: str, buckets: tuple[tuple[int, str], ...]) -> bool:
+        """Return whether the devices of each group own the same elements of a tied parameter.
+
+        buckets: that of each program.
+        """
+        plans, rank = self.state.plans, dict[int, int]()
+        for program, name in buckets:
+            mine = set(plans.plans[program].devices)
+            for group in plans.buckets[name].groups:
+                rank |= {device: i for i, device in enumerate(group) if device in mine}
+        return all(len({rank.get(d) for d in group}) == 1 for group in plans.comms[comm].groups)
 
     def reduce_scatter(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far.
@@ -338,9 +325,7 @@ class CollectiveRules:
         slots, ins = self.state.slots[member.program], member.ins
         value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
         if value != wanted:
-            contents, should = self.symbols.describe(value), self.symbols.describe(wanted)
-            read = ", ".join(ins.reads)
-            self.state.complain(member, f"reads {read}, which holds {contents}; it should hold {should}")
+            self.state.mismatch(member, ", ".join(ins.reads), value, wanted)
         if comm is None and len(everyone) > 1:
             self.state.complain(member, "sums over one device; it should sum over all")
         if comm is not None:

@@ -1,7 +1,6 @@
 """What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -10,7 +9,7 @@ from piper.ir.ids import show_part
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.proof.covers import Cover, Covers, once
-from piper.proof.specification import PartMeshes, Specification, numbering
+from piper.proof.specification import Layout, Specification, numbering
 from piper.proof.symbolic_values import (
     NOTHING,
     Amount,
@@ -26,15 +25,6 @@ Entry = tuple[int, str | None, int]  # a symbol, its state or None for the micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketGradients:
-    """The gradients that a backward computes for one bucket."""
-
-    symbol: int
-    cover: Cover
-    suffix: str  # of the contribution's label: which parameters, where not all of the bucket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """The values that an instruction on a chunk must read, and those that it writes."""
 
@@ -43,7 +33,8 @@ class Expected:
     writes: tuple[Entry, ...]
     sample_independent: frozenset[int] = frozenset()  # reads that are the same for all samples
     buffers: frozenset[int] = frozenset()  # reads of buffers that change during the step
-    weights: tuple[BucketGradients, ...] = ()
+    weights: tuple[tuple[int, Cover, str], ...] = ()
+    # ^ of a backward, by bucket: the symbol of its gradients, their samples, and the suffix of their label
     mutated: tuple[str, ...] = ()
 
 
@@ -51,11 +42,11 @@ class Expectations:
     """Derives what instructions on the microbatches of a layout must read and write, by the specification."""
 
     def __init__(
-        self, plans: Plans, spec: Specification, layout: PartMeshes, covers: Covers, symbols: SymbolTable
+        self, plans: Plans, spec: Specification, layout: Layout, covers: Covers, symbols: SymbolTable
     ) -> None:
         self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, symbols.amounts
         self._number = symbols.number
-        self.parts, self.meshes = layout.parts, layout.meshes
+        self.parts, self.meshes = layout
         self._parameters = {param.name: param for param in spec.outline.parameters}
         self._buckets = defaultdict[str, list[Bucket]](list)
         for bucket in plans.buckets.values():
@@ -84,38 +75,25 @@ class Expectations:
         reads += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in used]
         reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
         reads += [self._tangent(program, chunk.name, index) for index in spec.tangents]
-        forward = phase == "F"
-        writes = self._forward if forward else self._backward
-        return Expected(
+        found = Expected(
             chunk=chunk.name,
             reads=tuple(reads),
-            writes=tuple(writes(program, chunk, phase, cover)),
+            writes=tuple(self._given(program, chunk, position) for position in spec.grad_inputs),
             sample_independent=frozenset(independent),
             buffers=frozenset(buffers),
-            weights=() if forward else tuple(self._given_weights(chunk, phase, cover)),
-            mutated=chunk.mutated if forward else (),
+            weights=tuple(
+                (self.weights(bucket.name), cover, suffix)
+                for bucket in self._buckets[chunk.name]
+                if (suffix := suffix_of(bucket, spec.grad_params)) is not None
+            ),
         )
-
-    def _forward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
-        """Yield what a forward writes, except buffers."""
-        for index in range(len(chunk.outputs)):
-            yield self._output(program, chunk.name, index, chunk.name)
-        for name in bundles(chunk):
-            yield self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover)
-
-    def _backward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
-        """Yield what a backward writes, except the gradients of parameters."""
-        for position in chunk.phases[phase].grad_inputs:
-            yield self._given(program, chunk, position)
+        if phase == "F":
+            outputs = (self._output(program, chunk.name, i, chunk.name) for i in range(len(chunk.outputs)))
+            saved = (self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in bundles(chunk))
+            return replace(found, writes=(*outputs, *saved), mutated=chunk.mutated)
         if phase == "BI" and chunk.carried:
-            yield self._of_chunk("carried", chunk.name, 0, cover)
-
-    def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[BucketGradients]:
-        """Yield the gradients of parameters that a backward computes, bucket by bucket."""
-        for bucket in self._buckets[chunk.name]:
-            suffix = suffix_of(bucket, chunk.phases[phase].grad_params)
-            if suffix is not None:
-                yield BucketGradients(symbol=self.weights(bucket.name), cover=cover, suffix=suffix)
+            return replace(found, writes=(*found.writes, self._of_chunk("carried", chunk.name, 0, cover)))
+        return found
 
     @once
     def of_exchange(self, program: int, name: str, outward: bool) -> Expected | None:

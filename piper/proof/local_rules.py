@@ -25,7 +25,12 @@ class LocalRules:
     def __init__(self, state: SymbolicState) -> None:
         self.state = state
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
-        self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
+        self.on_host = {  # the values of copies, by program and slot
+            (program, slot): state.value(SymbolicValue("state", slot.owner), "old")
+            for program, plan in enumerate(state.plans)
+            for slot in plan.residents
+            if self.plan_host(program, slot)
+        }
         self.terms: dict[int, set[tuple[str, Value | None]]] = {}  # that programs add to sums by name
         self.kernels: dict[Op, Kernel] = {
             **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
@@ -85,10 +90,7 @@ class LocalRules:
             slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
     def offload(self, at: ProgramInstr) -> None:
-        """Copy values to the host. Only a fetch can read the copies."""
-        if any(slot.kind == "state" for slot in at.ins.writes):
-            self._state_out(at)
-            return
+        """Copy values to the host, and the updated state of buckets to its place there."""
         slots, ins = self.state.slots[at.program], at.ins
         if len(ins.reads) != len(ins.writes):
             self.state.complain(at, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
@@ -96,49 +98,29 @@ class LocalRules:
             if read not in slots:
                 self.state.complain(at, f"copies {read}, which holds nothing")
                 continue
+            version = "new" if self.plan_host(at.program, written) else ""
+            updated = self.state.value(SymbolicValue("state", written.owner), version)
+            if version and slots[read] != updated:
+                contents = self.symbols.describe(slots[read])
+                self.state.complain(at, f"copies {contents} to the host, as {written}")
             self.on_host[at.program, written] = slots[read]
-            slots[written] = self.state.value(SymbolicValue("host", written))
+            slots[written] = self.state.value(SymbolicValue("host", written), version)
 
     def fetch(self, at: ProgramInstr) -> None:
-        """Bring copies back from the host, each as the value that it is of."""
-        if any(slot.kind == "state" for slot in at.ins.reads):
-            self._state_back(at)
-            return
+        """Bring copies back from the host, each as the value that it is of, and state only once."""
         slots, ins = self.state.slots[at.program], at.ins
-        if len(ins.reads) != len(ins.writes):
+        states = tuple(slot for slot in ins.reads if self.plan_host(at.program, slot))
+        if len(ins.writes) != len(ins.reads) + len(states) or ins.writes[len(ins.reads) :] != states:
             self.state.complain(at, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
         for read, written in zip(ins.reads, ins.writes, strict=False):
-            if self._on_host(at, read, ""):
+            version = "old" if read in states else ""
+            if slots.get(read) == self.state.value(SymbolicValue("host", read), version):
                 slots[written] = self.on_host[at.program, read]
-
-    def _on_host(self, at: ProgramInstr, slot: SlotId, about: str) -> bool:
-        """Return whether a slot holds its copy on the host; complain if it does not."""
-        value = self.state.slots[at.program].get(slot)
-        right = value == self.state.value(SymbolicValue("host", slot), about)
-        if not right:
-            contents = self.symbols.describe(value)
-            self.state.complain(at, f"brings {slot}, which holds {contents}, from the host")
-        return right
-
-    def _state_back(self, at: ProgramInstr) -> None:
-        """Bring the state of a bucket to the device: as the last step left it, and once."""
-        slots, (home, *others) = self.state.slots[at.program], at.ins.reads
-        if others or len(at.ins.writes) != 2 or at.ins.writes[1] != home:
-            self.state.complain(at, "brings the state of other buckets than one")
-            return
-        self._on_host(at, home, "old")
-        slots[home] = self.state.value(SymbolicValue("host", home), "outdated")
-        slots[at.ins.writes[0]] = self.state.value(SymbolicValue("state", home.owner), "old")
-
-    def _state_out(self, at: ProgramInstr) -> None:
-        """Copy the updated state of a bucket to its place on the host."""
-        slots, home = self.state.slots[at.program], at.ins.writes[0]
-        value = slots.get(at.ins.reads[0]) if at.ins.reads else None
-        if len(at.ins.reads) != 1 or len(at.ins.writes) != 1 or self.plan_host(at.program, home) == 0:
-            self.state.complain(at, "copies other than the state of one bucket to the host")
-        elif value != self.state.value(SymbolicValue("state", home.owner), "new"):
-            self.state.complain(at, f"copies {self.symbols.describe(value)} to the host, as {home}")
-        slots[home] = self.state.value(SymbolicValue("host", home), "new")
+            else:
+                contents = self.symbols.describe(slots.get(read))
+                self.state.complain(at, f"brings {read}, which holds {contents}, from the host")
+        for slot in states:
+            slots[slot] = self.state.value(SymbolicValue("host", slot), "outdated")
 
     def plan_host(self, program: int, slot: SlotId) -> int:
         """Return the bytes of a resident slot that are on the host."""
@@ -152,9 +134,9 @@ class LocalRules:
             self.state.complain(at, f"runs on a microbatch that does not exist, {part}")
         self.check_reads(at, expected)
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
-        for given in expected.weights:
-            amount = self.state.expected.single(expected.chunk, part, given.suffix)
-            values.append((given.symbol, "whole", ((given.cover, amount),)))
+        for weights, cover, suffix in expected.weights:
+            amount = self.state.expected.single(expected.chunk, part, suffix)
+            values.append((weights, "whole", ((cover, amount),)))
             slot = at.ins.writes[len(values) - 1] if len(values) <= len(at.ins.writes) else None
             if slot in at.ins.adds_to:
                 values[-1] = self._added(at, slot, values[-1])
@@ -298,7 +280,7 @@ class LocalRules:
             terms = state.sum_of(at.program, source)
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
-        buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
+        buckets = dict(state.trained_on(at.program))
         terms_left = self.terms.pop(at.program, set())
         for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
@@ -333,7 +315,7 @@ class LocalRules:
     def update(self, at: ProgramInstr) -> None:
         """Step the optimizer: each bucket once, with its own complete gradient."""
         state, slots = self.state, self.state.slots[at.program]
-        buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(at.program)}
+        buckets = {param_slot(name): bucket for name, bucket in state.trained_on(at.program).items()}
         total = slots.get(TOTAL)
         if any(each.steers for each in self.spec.sums):
             fresh = state.value(SymbolicValue("total"), "fresh")

@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 
 from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
-from piper.ir.graph import Graph
+from piper.ir.graph import Graph, microbatches_of
 from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Shard, Sharding, refined, shardings_on
 from piper.ir.step_sums import step_sums
@@ -19,6 +18,8 @@ from piper.ir.step_sums import step_sums
 OUTER = (OWNERS, GROUPS)  # axes along which devices hold the same shard of ZeRO
 Numbering = tuple[tuple[Axis, int], ...]
 # ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
+Layout = tuple[frozenset[Tags], Mapping[str, Mesh]]
+# ^ microbatches that run on the same devices, and the mesh of each chunk for them
 
 
 def numbering(mesh: Mesh, axes: Sequence[Axis] | None = None) -> Numbering:
@@ -81,14 +82,6 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
         across=tuple(axis for axis in mesh.axes if axis.name == GROUPS and shards > 1),
         owners=tuple(axis for axis in mesh.axes if axis.name == OWNERS and shards > 1),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartMeshes:
-    """Microbatches that run on the same devices, and the mesh of each chunk for them."""
-
-    parts: frozenset[Tags]
-    meshes: Mapping[str, Mesh]
 
 
 class Specification:
@@ -218,18 +211,18 @@ class Specification:
                     readers.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return readers
 
-    def _layouts(self) -> list[PartMeshes]:
+    def _layouts(self) -> list[Layout]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for some in self.microbatches.values() for part in some)
         apart = [name for name, sets in self.part_devices.items() if len(set(sets.values())) > 1]
         by_devices: dict[tuple[Devices | None, ...], list[Tags]] = {}
         for part in parts:
             by_devices.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
-        layouts = []
+        layouts: list[Layout] = []
         for sets, same in by_devices.items():
             placed = ((n, devices) for n, devices in zip(apart, sets, strict=True) if devices is not None)
             own = {name: self.graph.policy(name).mesh(devices) for name, devices in placed}
-            layouts.append(PartMeshes(parts=frozenset(same), meshes=self.meshes | own))
+            layouts.append((frozenset(same), self.meshes | own))
         return layouts
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
@@ -249,9 +242,3 @@ def union_of(sets: Iterable[Devices]) -> Devices:
     """Return the devices of several sets, each once, in order."""
     first, *others = dict.fromkeys(sets)
     return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first
-
-
-def microbatches_of(axes: Tags) -> tuple[Tags, ...]:
-    """Return every microbatch of some axes, in order: (("MB", 2),) gives MB=0 and MB=1."""
-    ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
-    return tuple(product(*ranges))

@@ -1,16 +1,16 @@
 """The symbolic state of all programs: the contents of each slot, and the problems of plans."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from piper.ir.chunk import Constant, Output, Tags
+from piper.ir.chunk import Output, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, param_slot
+from piper.ir.ids import SlotId
 from piper.ir.mesh import axis_through
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.plan import Comm, Plans
+from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.covers import Cells, Cover, Covers, once
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
@@ -25,8 +25,6 @@ from piper.proof.symbolic_values import (
     Value,
     places_along,
 )
-
-Slots = dict[SlotId, Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,37 +48,31 @@ class SymbolicState:
         self._by_part = {part: each for each in self._layouts for part in each.parts}
         self.expected = self._layouts[0]  # for what is the same in all layouts
         self.problems: list[str] = []
-        self.initial = [self._residents(number) for number in range(len(plans))]
-        self.slots: list[Slots] = [dict(residents) for residents in self.initial]
+        self.initial = [{slot: self._resident(plan, slot) for slot in plan.residents} for plan in plans]
+        self.slots = [dict(residents) for residents in self.initial]
         self.histories: list[tuple[int, str]] = [(0, "")]  # of buffers: what was there before, who wrote
         self._members = {name: frozenset(bucket.devices) for name, bucket in plans.buckets.items()}
         self._same_groups: dict[tuple[str, str], bool] = {}
 
-    def _residents(self, number: int) -> Slots:
-        plan = self.plans.plans[number]
-        outline = self.spec.outline
-        known: Slots = {
-            SEED: self.value(SymbolicValue("seed")),
-            TOTAL: self.value(SymbolicValue("total"), "stale"),
-        }
-        for bucket in self.plans.buckets.values():
-            version = updated_versions(bucket)[0]
-            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), version)
-        for buffer in outline.buffers:
-            known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
-        for source in (source for chunk in outline.chunks for source in chunk.inputs):
-            if isinstance(source, Constant):
-                known[SlotId("constant", source.name)] = self.value(SymbolicValue("constant", source.name))
-        for slot in plan.residents:
-            if slot.kind == "place" or slot.kind == "host_place":
-                places = placed_by(slot, plan.devices)
-                if places is not None:
-                    known[slot] = self.value(SymbolicValue(slot.kind, names=places))
-            elif plan.residents[slot].host:
-                known[slot] = self.value(SymbolicValue("host", slot), "old")
-        return {
-            slot: known.get(slot) or self.value(SymbolicValue("resident", slot)) for slot in plan.residents
-        }
+    def _resident(self, plan: Plan, slot: SlotId) -> Value:
+        """Return the value of a slot that outlives a step, when the step begins."""
+        bucket = self.plans.buckets.get(slot.owner)
+        match slot.kind:
+            case "place" | "host_place" if (places := placed_by(slot, plan.devices)) is not None:
+                return self.value(SymbolicValue(slot.kind, names=places))
+            case _ if plan.residents[slot].host:
+                return self.value(SymbolicValue("host", slot), "old")
+            case "seed":
+                return self.value(SymbolicValue("seed"))
+            case "total":
+                return self.value(SymbolicValue("total"), "stale")
+            case "param" if bucket is not None:
+                return self.value(SymbolicValue("param", bucket.name), updated_versions(bucket)[0])
+            case "buffer":
+                return self.value(SymbolicValue("buffer", slot.owner), "own")
+            case "constant":
+                return self.value(SymbolicValue("constant", slot.owner))
+        return self.value(SymbolicValue("resident", slot))
 
     def expected_at(self, part: Tags) -> Expectations:
         """Return what instructions on a microbatch must read and write."""
@@ -100,32 +92,26 @@ class SymbolicState:
         plan = self.plans.plans[at.program]
         self.problems.append(f"{at.ins.node} {what}\n{plan.around(at.place)}")
 
-    def mismatch(self, at: ProgramInstr, slot: SlotId, value: Value | None, wanted: Value) -> None:
+    def mismatch(self, at: ProgramInstr, slot: str, value: Value | None, wanted: Value) -> None:
         """Note that an instruction reads a wrong value."""
         holds, should = self.symbols.describe(value), self.symbols.describe(wanted)
         if holds == should and value is not None:
-            places = range(len(self.plans.plans[at.program].devices))
-            differ = (p for p in places if self._samples(value, p) != self._samples(wanted, p))
-            where = next(differ, 0)
-            holds, should = (self._detail(at.program, where, each) for each in (value, wanted))
+            details = (self._details(at.program, each) for each in (value, wanted))
+            pairs = list(zip(*details, strict=True))
+            holds, should = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
         self.complain(at, f"reads {slot}, which holds {holds}; it should hold {should}")
 
-    def _samples(self, value: Value, place: int) -> object:
-        """Return which samples, and of a sum which contributions, a device holds."""
-        if isinstance(value[2], tuple):
-            return self._by_cell(value[2], place)
-        cover = self.symbols.symbol(value).cover
-        return self.covers.on_devices(cover)[place] if cover >= 0 else None
-
-    def _detail(self, program: int, place: int, value: Value) -> str:
-        """Describe a value with the samples or the contributions that it holds on one device of a program."""
-        symbol = self.symbols.symbol(value)
-        if isinstance(value[2], tuple):
-            return self.contributions(place, value[2])
-        if symbol.cover < 0:
-            return f"{self.symbols.describe(value)} ({value[1]} {value[2]})"
-        device, cells = self.plans.plans[program].devices[place], self.covers.on_devices(symbol.cover)[place]
-        return f"{self.symbols.describe(value)}, on device {device} of {show_cells(cells)}"
+    def _details(self, program: int, value: Value) -> Iterator[str]:
+        """Describe a value on each device of a program: by its contributions, or by its samples."""
+        symbol, described = self.symbols.symbol(value), self.symbols.describe(value)
+        for place, device in enumerate(self.plans.plans[program].devices):
+            if isinstance(value[2], tuple):
+                yield self.contributions(place, value[2])
+            elif symbol.cover < 0:
+                yield f"{described} ({value[1]} {value[2]})"
+            else:
+                cells = show_cells(self.covers.on_devices(symbol.cover)[place])
+                yield f"{described}, on device {device} of {cells}"
 
     def contributions(self, place: int, terms: Terms) -> str:
         """Describe the contributions of a sum on one device of a program."""
@@ -191,13 +177,13 @@ class SymbolicState:
         return self.plans.plans[program].devices[0] in self._members[bucket.name]
 
     @once
-    def trained_on(self, program: int) -> list[Bucket]:
-        """Return the trained buckets on a program's devices."""
-        return [
-            bucket
-            for bucket in self.plans.buckets.values()
+    def trained_on(self, program: int) -> Mapping[str, Bucket]:
+        """Return the trained buckets on a program's devices, by name."""
+        return {
+            name: bucket
+            for name, bucket in self.plans.buckets.items()
             if self.is_on(program, bucket) and any(p.name in self.spec.contributors for p in bucket.pieces)
-        ]
+        }
 
     def check_groups(
         self, at: ProgramInstr, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]

@@ -16,8 +16,8 @@ The run takes time linear in the instructions of distinct programs. A device is 
 communicator it is in.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from piper.ir.averaging import Averaging
@@ -26,9 +26,9 @@ from piper.ir.graph import Graph
 from piper.ir.ids import TOTAL, SlotId, buffer_slot, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, of_first_group
-from piper.plan.ops import COMMUNICATION, Op
+from piper.plan.ops import COMMUNICATION, OPS, Op
 from piper.plan.plan import Comm, Plans
-from piper.plan.prove import MOST_PROBLEMS, ProofError
+from piper.plan.prove import MOST_PROBLEMS, ProofError, events_of, in_order
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
 from piper.proof.covers import once
@@ -71,7 +71,7 @@ def value_problems(plans: Plans, graph: Graph, *, clip: bool = False, whole: boo
 
 
 class SymbolicRun:
-    """Runs all programs in their issue order, communication being one event on all its members."""
+    """Runs all programs, each in its issue order, communication being one event on all its members."""
 
     def __init__(self, plans: Plans, spec: Specification, *, averages: bool = True) -> None:
         self.plans, self.spec = plans, spec
@@ -83,110 +83,70 @@ class SymbolicRun:
         apart = self.groups.kernels if averages else dict.fromkeys(self.groups.kernels, lambda at: None)
         take: Kernel = partial(self.collective.collect, None)
         self.kernels = {**self.local.kernels, **apart, "slice": take}
-        self.reached = [0] * len(plans)
-        self.ready = deque(range(len(plans)))
-        self.receiving: dict[str, list[int]] = {}  # by communicator: the programs that wait to receive
-        self.sent: dict[tuple[str, int], list[Value | None]] = {}
-        self.received: Counter[tuple[str, int]] = Counter()
-        self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
-        self.waiting: dict[tuple[str, int], list[ProgramInstr]] = {}
 
     def run(self) -> None:
-        """Run every program to its end, then check what the step leaves behind."""
-        while self.ready and len(self.state.problems) < MOST_PROBLEMS:
-            self.advance(self.ready.popleft())
-        if len(self.state.problems) >= MOST_PROBLEMS:
-            return
-        for program, (plan, place) in enumerate(zip(self.plans, self.reached, strict=True)):
-            if place < len(plan.instrs):
-                at = ProgramInstr(program=program, place=place, ins=plan.instrs[place])
-                self.state.complain(at, "waits for what never happens")
+        """Run every event, then check what the step leaves behind."""
+        events, followers = events_of(self.plans)
+        order, stuck = in_order(followers)
+        for number in order:
+            self.step([self.instr(program, place) for program, place in events[number]])
+            if len(self.state.problems) >= MOST_PROBLEMS:
+                return
+        for number in sorted(stuck)[:1]:
+            self.state.complain(self.instr(*events[number][0]), "waits for what never happens")
         if not self.state.problems:
             for program in range(len(self.plans)):
                 self.check_end(program)
 
-    def advance(self, program: int) -> None:
-        """Run a program until it must wait for another, which then makes it ready again."""
-        instrs = self.plans.plans[program].instrs
-        while self.reached[program] < len(instrs) and len(self.state.problems) < MOST_PROBLEMS:
-            place = self.reached[program]
-            if not self.step(ProgramInstr(program=program, place=place, ins=instrs[place])):
-                break
+    def instr(self, program: int, place: int) -> ProgramInstr:
+        """Return the instruction at a place of a program."""
+        return ProgramInstr(program=program, place=place, ins=self.plans.plans[program].instrs[place])
 
-    def step(self, at: ProgramInstr) -> bool:
-        """Run an instruction; return whether it could run."""
-        before = self.reached[at.program]
-        kernel = self.kernels.get(at.ins.op)
-        if kernel is not None:
-            kernel(at)
-        elif not self.communicate(at):
-            return False
-        if self.reached[at.program] == before:  # a collective moves all its members on
-            self.finish(at)
-        return True
+    def step(self, members: Sequence[ProgramInstr]) -> None:
+        """Run an instruction, or all those of one communication, and free what they free."""
+        at, kernel = members[0], self.kernels.get(members[0].ins.op)
+        if len(members) > 1 and len({OPS[member.ins.op].name for member in members}) > 1:
+            self.state.complain(at, "is another operation on other devices")
+        elif kernel is None:
+            self.communicate(members)
+        else:
+            for member in members:
+                kernel(member)
+        for member in members:
+            self.finish(member)
 
     def finish(self, at: ProgramInstr) -> None:
-        """Free what an instruction frees, and go on to the next."""
+        """Free what an instruction frees."""
         slots = self.state.slots[at.program]
         for slot in at.ins.frees:
             slots.pop(slot, None)
-        self.reached[at.program] += 1
 
-    def communicate(self, at: ProgramInstr) -> bool:
-        """Run an instruction that needs other devices; return whether it could run."""
+    def communicate(self, members: Sequence[ProgramInstr]) -> None:
+        """Run a transfer, or a collective of all members of its communicator."""
+        at = members[0]
         op, comm = at.ins.op, None if at.ins.comm is None else self.plans.comms[at.ins.comm]
         assert op in COMMUNICATION, op
         if op in ("send", "recv"):
             if comm is None or comm.kind != "pairs":
                 self.state.complain(at, f"{op}s over {at.ins.comm}, which joins no pairs")
-                return True
-            return self.send(at, comm) if op == "send" else self.recv(at, comm)
-        if comm is None:
-            self.collective.meet(None, [at])
-            return True
-        if comm.kind != "groups":
+            else:
+                self.transfer(comm, members)
+        elif comm is not None and comm.kind != "groups":
             self.state.complain(at, f"goes over {comm.name}, which joins pairs")
-            return True
-        return self.meet(at, comm)
-
-    def send(self, at: ProgramInstr, comm: Comm) -> bool:
-        """Send a value to the devices at the other end. Return True: a send never waits."""
-        self.sent.setdefault((comm.name, at.program), []).append(self.local.sent(at))
-        self.ready.extend(self.receiving.pop(comm.name, ()))
-        return True
-
-    def recv(self, at: ProgramInstr, comm: Comm) -> bool:
-        """Receive a value. Return False if a program at the other end has not sent it yet."""
-        number = self.received[comm.name, at.program]
-        senders = self.state.covers.sending_programs(comm.name, at.program)
-        boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
-        if any(len(box) <= number for box in boxes.values()):
-            self.receiving.setdefault(comm.name, []).append(at.program)
-            return False
-        self.received[comm.name, at.program] += 1
-        self.collective.receive(at, comm, {sender: box[number] for sender, box in boxes.items()})
-        return True
-
-    def meet(self, at: ProgramInstr, comm: Comm) -> bool:
-        """Join a collective. Return whether all members have joined: the last one runs it for all."""
-        key = (comm.name, self.met[comm.name, at.program])
-        there = self.waiting.setdefault(key, [])
-        if all(member.program != at.program for member in there):
-            there.append(at)
-        if len(there) < len(self.members(comm.name)):
-            return False
-        del self.waiting[key]
-        members = sorted(there, key=lambda member: member.program)
-        if len({member.ins.op for member in members}) > 1:
-            self.state.complain(at, "is another operation on other devices")
+        elif comm is not None and self.members(comm.name) != {member.program for member in members}:
+            self.state.complain(at, "waits for what never happens")
         else:
             self.collective.meet(comm, members)
-        for member in members:
-            self.met[comm.name, member.program] += 1
-            self.finish(member)
-            if member.program != at.program:
-                self.ready.append(member.program)
-        return True
+
+    def transfer(self, comm: Comm, members: Sequence[ProgramInstr]) -> None:
+        """Send a value, and receive it on the devices at the other end."""
+        sent = {member.program: self.local.sent(member) for member in members if member.ins.op == "send"}
+        for member in (member for member in members if member.ins.op == "recv"):
+            senders = self.state.covers.sending_programs(comm.name, member.program)
+            if sent.keys() >= set(senders):
+                self.collective.receive(member, comm, {sender: sent[sender] for sender in senders})
+            else:
+                self.state.complain(member, "waits for what never happens")
 
     @once
     def members(self, comm: str) -> set[int]:
@@ -199,7 +159,7 @@ class SymbolicRun:
         wanted = dict(state.initial[program])
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         state.problems.extend(self.groups.left_out(program) if self.averages else ())
-        for bucket in state.trained_on(program):
+        for bucket in state.trained_on(program).values():
             new = state.value(SymbolicValue("param", bucket.name), updated_versions(bucket)[2])
             wanted[param_slot(bucket.name)] = new
             kept = state_slot(bucket.name)
@@ -304,7 +264,7 @@ class AverageRule:
     def _check(self, at: ProgramInstr, *, params: bool, state: bool) -> Bucket | None:
         """Complain unless an instruction reads and writes one trained bucket, once, after its update."""
         owner = at.ins.writes[0].owner if at.ins.writes else ""
-        bucket = {bucket.name: bucket for bucket in self.state.trained_on(at.program)}.get(owner)
+        bucket = self.state.trained_on(at.program).get(owner)
         slots = (*([param_slot(owner)] if params else []), *([state_slot(owner)] if state else []))
         if bucket is None or not at.ins.reads == at.ins.writes == slots:
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
@@ -322,6 +282,6 @@ class AverageRule:
     def left_out(self, program: int) -> Iterator[str]:
         """Yield the trained buckets that a program does not average, or does not merge."""
         needed: tuple[Op, ...] = ("average", "merge") if self.averaging.overlap else ("average",)
-        for bucket in self.state.trained_on(program):
-            if not all((op, program, bucket.name) in self.done for op in needed):
-                yield f"{bucket.name} is not averaged with other groups"
+        for name in self.state.trained_on(program):
+            if not all((op, program, name) in self.done for op in needed):
+                yield f"{name} is not averaged with other groups"

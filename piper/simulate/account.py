@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from piper.ir.ids import SlotId
 from piper.plan.memory_timeline import Ledger
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
@@ -106,7 +105,8 @@ def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
     """Return how much of the interval from `start` to `end` lies outside the sorted intervals `busy`."""
     first = bisect_right(busy, start, key=itemgetter(1))  # that ends after the interval begins
     left = end - start
-    for begin, stop in busy[first:]:
+    for place in range(first, len(busy)):  # not a copy of the rest, of which few are looked at
+        begin, stop = busy[place]
         if begin >= end:
             break
         left -= min(stop, end) - max(begin, start)
@@ -140,36 +140,60 @@ class MemoryUse:
     at_peak: tuple[tuple[str, int], ...]  # largest first
 
 
+class RunningLedger(Ledger):
+    """Counts live bytes as instructions start and end, with the workspaces of those that run."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.running: dict[int, int] = {}  # by instruction: its workspace
+
+    def take(self, kind: int, place: int) -> int:
+        """Start or end an instruction, and return the live bytes."""
+        ins = self.plan.instrs[place]
+        if kind == START:
+            self.hold(ins.writes)
+            self.running[place] = ins.workspace
+        else:
+            self.running.pop(place, None)
+            self.release(ins.frees)
+        return self.live + sum(self.running.values())
+
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
+        sizes: dict[str, int] = {name: slot.nbytes for name, slot in self.plan.residents.items()}
+        for name in self.slots:
+            sizes[name] = self.plan.slots[name].nbytes
+            sizes.update(self.plan.slots[name].shares)
+        for place, workspace in self.running.items():
+            sizes[f"workspace of {self.plan.instrs[place].node}"] = workspace
+        return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda item: (-item[1], item[0])))
+
+
 def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
     """Count the live bytes over the times of a step."""
-    ledger = Ledger(plan)
-    running: dict[int, int] = {}  # by instruction: its workspace
+    ledger, order = RunningLedger(plan), moments(timeline)
     times: list[float] = []
     live: list[int] = []
-    peak, peak_at, snapshot = ledger.resident, 0, (set[SlotId](), dict[int, int]())
-    for time, kind, place in moments(timeline):
-        ins = plan.instrs[place]
-        if kind == START:
-            ledger.hold(ins.writes)
-            running[place] = ins.workspace
-        else:
-            running.pop(place, None)
-            ledger.release(ins.frees)
-        now = ledger.live + sum(running.values())
+    peak, peak_at, last = ledger.resident, 0, 0
+    for number, (time, kind, place) in enumerate(order, 1):
+        now = ledger.take(kind, place)
         if now > peak:
-            peak, peak_at, snapshot = now, place, (set(ledger.slots), dict(running))
+            peak, peak_at, last = now, place, number
         if times and times[-1] == time:
             live[-1] = now
         else:
             times.append(time)
             live.append(now)
+    at_peak = RunningLedger(plan)  # filled a second time: a copy at each new peak would take quadratic time
+    for _, kind, place in order[:last]:
+        at_peak.take(kind, place)
     return MemoryUse(
         resident=ledger.resident,
         times=tuple(times),
         live=tuple(live),
         peak=peak,
         peak_at=peak_at,
-        at_peak=sizes_of(plan, *snapshot),
+        at_peak=at_peak.sizes(),
     )
 
 
@@ -187,14 +211,3 @@ def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
         found.append((span.end, 0, place, END))
     found.sort()
     return [(time, kind, place) for time, _, place, kind in found]
-
-
-def sizes_of(plan: Plan, held: set[SlotId], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
-    """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
-    sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
-    for name in held:
-        sizes[name] = plan.slots[name].nbytes
-        sizes.update(plan.slots[name].shares)
-    for place, workspace in running.items():
-        sizes[f"workspace of {plan.instrs[place].node}"] = workspace
-    return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda entry: (-entry[1], entry[0])))

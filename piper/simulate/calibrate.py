@@ -11,7 +11,7 @@ from piper.simulate.account import Timeline
 from piper.simulate.cluster import Cluster
 from piper.simulate.engine import touched
 from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
-from piper.simulate.profile import Profile
+from piper.simulate.profile import ChunkWork, Profile
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds
@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]  # size, seconds
 class MeasuredTimes:
     """The times that a profile holds, before they are made into costs."""
 
-    chunks: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by chunk and phase
+    chunks: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by a chunk's key and phase
     touches: dict[str, Points] = field(default_factory=dict)
     talks: dict[str, Points] = field(default_factory=dict)
     late: dict[str, list[float]] = field(default_factory=dict)  # how late communications start, by op
@@ -43,16 +43,13 @@ def calibrate(profile: Profile, *others: Profile, cores: int = 0, cluster: Clust
     cluster: gives the cost of the kinds and sizes of communication that the profile does not have.
     """
     samples = MeasuredTimes()
-    keyed: dict[tuple[str, str], list[float]] = {}  # by a chunk's key and phase
     for one in (profile, *others):
         check_same_model(profile, one)
-        samples.chunks = {}
         collect_times(one, samples, by_thread=one.accelerator == "cpu")
-        for (name, phase), times in samples.chunks.items():
-            keyed.setdefault((one.works[name].key, phase), []).extend(times)
-    chunks: dict[str, dict[str, float]] = {}
-    for (key, phase), times in keyed.items():
-        chunks.setdefault(key, {})[phase] = median(times)
+    chunks = {
+        key: {phase: median(times) for phase, times in phases.items()}
+        for key, phases in samples.chunks.items()
+    }
     works = {work.key: work.phases for one in (profile, *others) for work in one.works.values()}
     arithmetic, traffic = two_features(
         [
@@ -91,7 +88,7 @@ def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) 
         for track in profile.tracks:
             plan, timeline = profile.plans.of(track.device), timelines[track.device]
             host = [row[2] for row in track.steps[step]] if by_thread else None
-            add_times(found, plan, timeline, host)
+            add_times(found, profile.works, plan, timeline, host)
         if not by_thread:
             for op, points in found.talks.items():
                 samples.talks.setdefault(op, []).extend(
@@ -101,7 +98,13 @@ def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) 
                 samples.late.setdefault(op, []).append(mean(times))
 
 
-def add_times(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
+def add_times(
+    samples: MeasuredTimes,
+    works: Mapping[str, ChunkWork],
+    plan: Plan,
+    timeline: Timeline,
+    host: list[float] | None,
+) -> None:
     """Add the times of one device's instructions in one step, and their delays after what let them start.
 
     What lets an instruction start is on its own stream or on another. host: the seconds for which its thread
@@ -114,7 +117,8 @@ def add_times(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list
         communicates = ins.op in COMMUNICATION
         took = max(span.end - span.start if communicates or host is None else host[place], LEAST)
         if not communicates and ins.op == "compute":
-            samples.chunks.setdefault((ins.computes.chunk, ins.computes.phase), []).append(took)
+            by_phase = samples.chunks.setdefault(works[ins.computes.chunk].key, {})
+            by_phase.setdefault(ins.computes.phase, []).append(took)
         elif not communicates:
             samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
         elif ins.comm is not None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 
 from piper.errors import CONTENT, ConfigError, file_errors
-from piper.ir.chunk import PHASES, CapturedModel, Chunk
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.devices import Devices
 from piper.ir.json_fields import from_json, to_json
-from piper.plan.ops import COMMUNICATION, OPS
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.account import Span, Timeline
@@ -105,9 +105,7 @@ def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[i
             if ins.comm is None or ins.op not in COMMUNICATION:
                 continue
             if (ins.comm, ins.op) not in groups:
-                comm = plans.comms[ins.comm]
-                pair_of = comm.pair_from if OPS[ins.op].sends else comm.pair_to
-                groups[ins.comm, ins.op] = pair_of(device) if comm.kind == "pairs" else comm.group_of(device)
+                groups[ins.comm, ins.op] = plans.comms[ins.comm].group_of(device, ins.op)
             key = (ins.node, ins.comm, groups[ins.comm, ins.op])
             keys[device, place] = key
             latest[key] = max(latest.get(key, 0.0), rows[place][0])
@@ -125,11 +123,7 @@ def works_of(chunks: Sequence[Chunk]) -> dict[str, ChunkWork]:
     return {
         chunk.name: ChunkWork(
             key=chunk.key,
-            phases={
-                phase: (chunk.phases[phase].flops, chunk.phases[phase].bytes_moved)
-                for phase in PHASES
-                if phase in chunk.phases
-            },
+            phases={phase: (spec.flops, spec.bytes_moved) for phase, spec in chunk.phases.items()},
         )
         for chunk in chunks
     }

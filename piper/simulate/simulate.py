@@ -169,34 +169,28 @@ def critical_path(engine: Engine) -> tuple[PathNode, ...]:
     """Return the chain in which each instruction started when the one before it ended, in order of time."""
     if not engine.end:
         return ()
+    graph = engine.graph
     path: list[PathNode] = []
     at = max(range(len(engine.end)), key=lambda number: (engine.end[number], -number))
     while at != NO_INSTRUCTION:
-        meeting = engine.graph.meeting[at]
+        meeting, ins, program = graph.meeting[at], graph.instrs[at], graph.program[at]
         late = at if meeting < 0 else engine.late[meeting]  # who was ready last, of a communication
         before = engine.cause[late]
-        path.append(link_of(engine, at, late, before))
+        reason: Reason = "first"
+        if before != NO_INSTRUCTION:
+            same = graph.instrs[before].stream == graph.instrs[late].stream
+            reason = "peer" if graph.program[late] != program else "stream" if same else "event"
+        path.append(
+            PathNode(
+                program=program,
+                place=at - graph.first[program],
+                node=ins.node,
+                op=ins.op,
+                run=ins.run,
+                start=engine.start[at],
+                end=engine.end[at],
+                reason=reason,
+            )
+        )
         at = before
     return tuple(reversed(path))
-
-
-def link_of(engine: Engine, number: int, late: int, before: int) -> PathNode:
-    """Return one link of the path, with the reason why its instruction did not start earlier."""
-    graph = engine.graph
-    reason: Reason = "first"
-    if before != NO_INSTRUCTION:
-        same = graph.instrs[before].stream == graph.instrs[late].stream
-        reason = "stream" if same else "event"
-        if graph.program[late] != graph.program[number]:
-            reason = "peer"
-    ins = graph.instrs[number]
-    return PathNode(
-        program=graph.program[number],
-        place=number - graph.first[graph.program[number]],
-        node=ins.node,
-        op=ins.op,
-        run=ins.run,
-        start=engine.start[number],
-        end=engine.end[number],
-        reason=reason,
-    )

@@ -1,7 +1,7 @@
 """A pipeline as cells in rows: the common form from which schedules and plans are drawn, and its text."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,7 +13,6 @@ from piper.ir.graph import Ordering
 from piper.ir.ids import AGAIN, Pass, SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
-from piper.plan.prove import in_order
 from piper.schedules.grid import LETTERS, Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline
 
@@ -129,6 +128,7 @@ class PlanCells:
         """Collect a program's cells, and return their order."""
         by_label: dict[str, int] = {}
         row: list[int] = []
+        backwards = Counter[tuple[int | None, tuple[int, ...]]]()  # by stage and microbatch
         written: dict[SlotId, frozenset[int | str]] = {}  # by slot: whose value it is
         for place, ins in enumerate(plan.instrs):
             read: frozenset[int | str] = frozenset().union(*(written.get(slot, ()) for slot in ins.reads))
@@ -136,7 +136,9 @@ class PlanCells:
                 cell = cell_of(ins.computes, self.tags)
                 if cell.label not in by_label:
                     by_label[cell.label] = len(self.cells)
-                    row.insert(self.turn_of(cell, row), len(self.cells))
+                    turn = self.turn_of(cell, row, backwards[cell.stage, cell.part])
+                    row.insert(turn, len(self.cells))
+                    backwards[cell.stage, cell.part] += cell.phase != "F"
                     self.cells.append(cell)
                     self.places.append([])
                     self.needs.append(set())
@@ -152,17 +154,33 @@ class PlanCells:
                 written |= dict.fromkeys(ins.writes, read)
         return row
 
-    def turn_of(self, cell: Cell, row: list[int]) -> int:
+    def turn_of(self, cell: Cell, row: list[int], backwards: int) -> int:
         """Return where to insert a cell in a row: at the end, but a recompute before its backwards.
 
         Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
+        backwards: how many of that stage and microbatch are.
         """
-        if not cell.again:
-            return len(row)
-        for turn, other in enumerate(self.cells[i] for i in row):
-            if other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part):
-                return turn
-        return len(row)
+        turn, left = len(row), backwards if cell.again else 0
+        while left:  # they are near the end, so the row is not walked for each recompute
+            turn -= 1
+            other = self.cells[row[turn]]
+            left -= other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part)
+        return turn
+
+    def linked(self, rows: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """Return for how many cells each one waits, and which wait for it."""
+        previous = {later: earlier for row in rows for earlier, later in pairwise(row)}
+        waits: list[int] = []
+        followers: list[list[int]] = [[] for _ in self.cells]
+        for i, before in enumerate(self.needs):
+            moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
+            needs = {source for source in (*before, *chain(*moved)) if isinstance(source, int)} - {i}
+            if i in previous:
+                needs.add(previous[i])
+            waits.append(len(needs))
+            for j in needs:
+                followers[j].append(i)
+        return waits, followers
 
     def timed(self, rows: list[list[int]]) -> Rows:
         """Return the cells of rows, each after its predecessor in the row and after the cells it needs.
@@ -170,31 +188,28 @@ class PlanCells:
         Cells need each other where a stage runs before and after another one: the first of them waits for its
         row alone.
         """
-        previous = {later: earlier for row in rows for earlier, later in pairwise(row)}
-        needs: list[set[int]] = []
-        followers: list[list[int]] = [[] for _ in self.cells]
-        for i, before in enumerate(self.needs):
-            moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
-            needs.append({source for source in (*before, *chain(*moved)) if isinstance(source, int)} - {i})
-            if i in previous:
-                needs[i].add(previous[i])
-            for j in needs[i]:
-                followers[j].append(i)
-        order, waiting = in_order(followers)
-        while waiting:
-            first = min(i for i in waiting if previous.get(i) not in waiting)
-            for j in needs[first] & waiting:
-                followers[j].remove(first)
-            order, waiting = in_order(followers)
+        waits, followers = self.linked(rows)
         starts: list[float] = [0] * len(self.cells)
-        for i in order:
-            for j in followers[i]:
-                starts[j] = max(starts[j], starts[i] + self.cells[i].cost)
-        cells = [
+        done: set[int] = set()
+        ready, left = [i for i, count in enumerate(waits) if not count], [*map(deque, rows)]
+        while len(done) < len(self.cells):
+            for i in ready:  # the loop appends to it
+                done.add(i)
+                for j in followers[i]:
+                    if j not in done:
+                        starts[j] = max(starts[j], starts[i] + self.cells[i].cost)
+                        waits[j] -= 1
+                        if not waits[j]:
+                            ready.append(j)
+            for row in left:
+                while row and row[0] in done:
+                    row.popleft()
+            ready = [min(row[0] for row in left if row)] if any(left) else []
+        timed = [
             replace(cell, start=start, places=tuple(places))
             for cell, start, places in zip(self.cells, starts, self.places, strict=True)
         ]
-        return tuple(tuple(cells[i] for i in row) for row in rows)
+        return tuple(tuple(timed[i] for i in row) for row in rows)
 
 
 def cell_of(run: Pass, tags: Mapping[str, Tags]) -> Cell:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from piper.errors import CONTENT, file_errors
-from piper.ir.chunk import PHASES, CapturedModel, PhaseSpec, Tags
+from piper.ir.chunk import CapturedModel, PhaseSpec, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Ordering
 from piper.ir.json_fields import from_json, to_json
@@ -145,9 +145,7 @@ def outline_columns(outline: CapturedModel) -> dict[str, object]:
                 "tags": chunk.tags,
                 "key": chunk.key,
                 "dtype": type_of(chunk),
-                "phases": {
-                    phase: phase_columns(chunk.phases[phase]) for phase in PHASES if phase in chunk.phases
-                },
+                "phases": {phase: phase_columns(spec) for phase, spec in chunk.phases.items()},
             }
             for chunk in outline.chunks
         ],

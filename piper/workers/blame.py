@@ -172,10 +172,7 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
     """Return the other devices that take part in an instruction."""
     if ins.comm is None:
         return []
-    comm = plans.comms[ins.comm]
-    if comm.kind == "pairs":
-        return [comm.pair_from(device)[1] if ins.op == "send" else comm.pair_to(device)[0]]
-    return [other for other in comm.group_of(device) if other != device]
+    return [other for other in plans.comms[ins.comm].group_of(device, ins.op) if other != device]
 
 
 HINTS: Mapping[Kind, str] = {

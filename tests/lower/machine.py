@@ -11,6 +11,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr
+from piper.proof.symbolic_values import Value
 from piper.proof.tables import shard_problems, table_problems
 from piper.proof.values import SymbolicRun
 from tests.lower.lifetimes import check_lifetimes, check_passes, check_reruns
@@ -71,6 +72,9 @@ class RandomRun(SymbolicRun):
         self.rng = random.Random(seed)
         self.buffered = self.rng.random() < 0.5  # whether a send may end before its receive begins
         self.streams = [Streams(program, plan) for program, plan in enumerate(plans)]
+        # By communicator and node: what programs have sent, and who has come to a collective.
+        self.sent: dict[tuple[str, str], dict[int, Value | None]] = {}
+        self.arrived: dict[tuple[str, str], dict[int, ProgramInstr]] = {}
 
     def run(self) -> None:
         """Run everything; nothing may be stuck, and nothing left but what outlives the step."""
@@ -83,7 +87,7 @@ class RandomRun(SymbolicRun):
             for program, stream in heads:
                 for _ in range(most):
                     at = self.streams[program].head(stream)
-                    if at is None or not self.step(at):
+                    if at is None or not self.advance(at):
                         break
                     moved = True
         for streams in self.streams:
@@ -100,19 +104,39 @@ class RandomRun(SymbolicRun):
         super().finish(at)
         self.streams[at.program].finish(at.ins)
 
-    def send(self, at: ProgramInstr, comm: Comm) -> bool:
-        """Hand a value over; without a buffer, only to receivers who are waiting for it."""
-        return (self.buffered or self.are_receiving(at.program, comm)) and super().send(at, comm)
+    def advance(self, at: ProgramInstr) -> bool:
+        """Run the head of a stream. Return whether it could run: the last member runs a collective for all."""
+        if at.ins.comm is None:
+            self.step([at])
+            return True
+        comm, key = self.plans.comms[at.ins.comm], (at.ins.comm, at.ins.node)
+        if at.ins.op == "send":
+            if not self.buffered and not self.are_receiving(at, comm):
+                return False
+            self.sent.setdefault(key, {})[at.program] = self.local.sent(at)
+            self.finish(at)
+        elif at.ins.op == "recv":
+            senders, sent = self.state.covers.sending_programs(comm.name, at.program), self.sent.get(key, {})
+            if not sent.keys() >= set(senders):
+                return False
+            self.collective.receive(at, comm, {sender: sent[sender] for sender in senders})
+            self.finish(at)
+        else:
+            there = self.arrived.setdefault(key, {})
+            there[at.program] = at
+            if there.keys() != self.members(comm.name):
+                return False
+            self.step([there[program] for program in sorted(there)])
+        return True
 
-    def are_receiving(self, program: int, comm: Comm) -> bool:
-        """Whether all that a program sends to on a communicator wait for it, and have what was sent before."""
-        sent = len(self.sent.get((comm.name, program), ()))
+    def are_receiving(self, at: ProgramInstr, comm: Comm) -> bool:
+        """Whether all that a program sends to wait for it."""
         where = self.state.covers.where
-        receivers = {where[group[1]][0] for group in comm.groups if where[group[0]][0] == program}
-        return all(self.received[comm.name, other] == sent and self.waits(other, comm) for other in receivers)
+        receivers = {where[group[1]][0] for group in comm.groups if where[group[0]][0] == at.program}
+        return all(self.waits(other, at.ins) for other in receivers)
 
-    def waits(self, program: int, comm: Comm) -> bool:
-        """Whether the head of some stream receives on a communicator."""
+    def waits(self, program: int, send: Instr) -> bool:
+        """Whether the head of some stream receives what is sent."""
         streams = self.streams[program]
         heads = [at.ins for stream in streams.places if (at := streams.head(stream)) is not None]
-        return any(ins.op == "recv" and ins.comm == comm.name for ins in heads)
+        return any((ins.op, ins.node, ins.comm) == ("recv", send.node, send.comm) for ins in heads)

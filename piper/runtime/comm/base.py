@@ -129,11 +129,11 @@ class Comms(ABC):
 
     def outgoing(self, name: str) -> Pipe:
         """Return the pipe that this device sends into."""
-        return self.pipe(name, self.comms[name].pair_from(self.device))
+        return self.pipe(name, self.comms[name].group_of(self.device, "send"))
 
     def incoming(self, name: str) -> Pipe:
         """Return the pipe that this device receives from."""
-        return self.pipe(name, self.comms[name].pair_to(self.device))
+        return self.pipe(name, self.comms[name].group_of(self.device, "recv"))
 
     @abstractmethod
     def group_of(self, name: str, members: Devices) -> Group:

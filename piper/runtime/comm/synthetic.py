@@ -110,7 +110,7 @@ def arriving(env: Env, ins: Instr) -> Bound:
 def form_of(env: Env, ins: Instr) -> Form:
     """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
     assert ins.comm is not None
-    sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
+    sender, _ = env.setup.plans.comms[ins.comm].group_of(env.device, "recv")
     instrs = env.setup.plans.of(sender).instrs
     sends = (each for each in instrs if each.op == "send")
     send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
@@ -208,7 +208,7 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: "Sleeper | CopyEngine") -
         run = kernel(env, ins)
         if ins.comm is None:
             return run
-        members = env.setup.plans.comms[ins.comm].group_of(env.device)
+        members = env.setup.plans.comms[ins.comm].group_of(env.device, ins.op)
         takes = seconds(ins.travels_as, ins.nbytes, members)
         outward = OPS[ins.travels_as].outward
         if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time

@@ -40,7 +40,7 @@ from piper.ir.format import size
 from piper.ir.ids import state_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.plan.protected import GENERATIONS, sent
+from piper.plan.protected import GENERATIONS
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -78,8 +78,7 @@ class WorkerVersions:
         self.holders = Holders(worker.setup.plans)
         self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers[device]}
         here = [section for section in self.holders.sections if section.holder == device]
-        plan, own = worker.env.plan, [section for section in here if section.owner == device]
-        self.sends = {ins.node: sent(plan, ins, own) for ins in plan.instrs if ins.op == "mirror"}
+        self.own = [section for section in here if section.owner == device]
         self.brought = [section for section in here if section.owner != device]
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
         self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
@@ -165,7 +164,7 @@ class WorkerVersions:
 
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
-        sends = () if self.refused else self.sends[ins.node]
+        sends = [section for section in self.own if section.sent_by == ins.node and not self.refused]
         empty = torch.empty(0, dtype=torch.uint8)
         return torch.cat([empty, *(self.writers[section.number].image() for section in sends)])
 
