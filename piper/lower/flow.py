@@ -220,7 +220,8 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Transfer():
-                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{show(node.target)}]"
+                    where = map(show, writes[0].devices[len(reads[0].devices) :])
+                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{'@'.join(where)}]"
                     yield replace(node, name=name, reads=reads, writes=writes)
                 case SlotNode(payload=Routing() | Collecting() as payload):
                     name = placed.name if placed else f"counts[{chunk}{show_part(part)}]"

@@ -32,6 +32,8 @@ class Flow:
     specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
     gradients: dict[tuple[str, int], list[tuple[ChunkPlacement, SlotId]]] = field(default_factory=dict)
     loads: dict[SlotId, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # how each field is sharded
+    arrivals: dict[SlotId, tuple[Devices, int]] = field(default_factory=dict)  # `ChunkPlacement.samples` of
+    # the readers that each value is brought to
 
     @property
     def graph(self) -> Graph:
@@ -118,6 +120,8 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     if there.samples == here.samples:
         return value
     arrived = value.brought_to(placement)
+    while flow.arrivals.setdefault(arrived, here.samples) != here.samples:
+        arrived = arrived.brought_to(placement[: here.mesh.degree])  # another region here has other samples
     if arrived not in flow.values:
         producer = flow.chunks[source.chunk]
         routed = flow.is_routed(chunk, chunk.inputs[position])
