@@ -69,7 +69,6 @@ class Flow:
 
 
 def output_slot(chunk: str, index: int) -> SlotId:
-    """Return the slot of a chunk's output."""
     return SlotId("output", chunk, index)
 
 
@@ -198,15 +197,18 @@ def send(
         )
         # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
+            source, target = (f"on {show(each.devices)}" for each in (there, placement))
+            order = ", rows in the order of their experts" if routed else ""
             raise ScheduleError(
                 f"{value} cannot be resliced by samples",
                 by=placement.by,
                 facts={
-                    f"on {show(there.devices)}": f"{left.shape}"
-                    + (", rows in the order of their experts" if routed else ""),
-                    f"on {show(placement.devices)}": f"{spec.shape}, for {chunk.name}",
+                    there.chunk if source == target else source: f"{left.shape}{order}",
+                    target: f"{spec.shape}, for {chunk.name}",
                 },
-                hint="place both regions on sets of devices of the same size",
+                hint="shard both regions along axes of the same degrees"
+                if len(there.devices) == len(placement.devices)
+                else "place both regions on sets of devices of the same size",
             )
     flow.values[arrived] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
     node = Transfer(
