@@ -44,7 +44,6 @@ def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB")
 
 @registered("zbv", 5, stages_per_rank=2, instead="interleaved-zero-bubble")
 def zbv_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `zbv`."""
     need_whole("zbv", ranks=ranks, microbatches=microbatches)
     if microbatches <= ranks:
         # Each goes through as if it were alone, down, up and back as gradients, one stage a slot. It meets a
@@ -113,7 +112,6 @@ def v_min(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB")
 
 @registered("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
 def v_half_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `v_half`."""
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
     # Where ranks are even, the two ways down would meet in one slot: a pause at the loss keeps them apart.
     pause = 0 if ranks % 2 else 3
@@ -122,7 +120,6 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
 
 @registered("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
 def v_min_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `v_min`."""
     need_whole("v_min", ranks=ranks, microbatches=microbatches)
     # Where ranks are a multiple of three, the ways down of F and BI would meet in one slot.
     pause = 0 if ranks % 3 else 2
