@@ -9,17 +9,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Output
+from piper.ir.chunk import Chunk, Output
 from piper.ir.ids import SlotId
 from piper.ir.mesh import axis_through
 from piper.plan.expert_table import ExpertTable
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
+from piper.plan.ops import Rows
 from piper.plan.plan import Plan
 from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Clones, Layout, own_slice
 from piper.runtime.bucket_state import HostMemory
-from piper.runtime.comm.base import Comms, Group
+from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.device_state import DeviceState
 from piper.runtime.expert_exchange import Division
 from piper.runtime.setup import Initial, Setup
@@ -117,7 +118,7 @@ class Env:
         # ^ of a step that is run again, for each block: its room, and what it would need, in even shares
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
         self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
-        self.sends: dict[int, dict[tuple[str, str | None], Instr]] = {}  # to this device, by sender
+        self.forms: dict[int, Mapping[tuple[str, str | None], Form]] = {}  # of what devices send
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:
         """Return the initial value of a slot that outlives the step."""
@@ -148,14 +149,11 @@ class Env:
         """Return the number of a slot."""
         return self.index[slot]
 
-    def sent(self, ins: Instr) -> Instr:
-        """Return the send, on another device, of what an instruction receives."""
-        assert ins.comm is not None
-        sender, _ = self.setup.plans.comms[ins.comm].pair_to(self.device)
-        if sender not in self.sends:
-            sends = (each for each in self.setup.plans.of(sender).instrs if each.op == "send")
-            self.sends[sender] = {(each.node, each.comm): each for each in sends}
-        return self.sends[sender][ins.node, ins.comm]
+    def form(self, ins: Instr, sender: int) -> Form:
+        """Return the shape and type of what a device sends in a transfer that this device has part in."""
+        if sender not in self.forms:
+            self.forms[sender] = forms_sent(self.setup.plans.of(sender), self.chunks)
+        return self.forms[sender][ins.node, ins.comm]
 
     def clones_behind(self, route: str) -> str:
         """Return the chunk of experts that a route sends rows to if they have clones. Else an empty name."""
@@ -190,3 +188,23 @@ def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
         slots[target] = act(*[slots[source] for source in sources])
 
     return run
+
+
+def forms_sent(plan: Plan, chunks: Mapping[str, Chunk]) -> dict[tuple[str, str | None], Form]:
+    """Return the shape and type of each value that a device sends, by the transfer and its communicator."""
+    # A sum of gradients lies with those who read the value: it has their samples, as the gradients have.
+    sums = {ins.writes[0]: ins.reads[0] for ins in plan.instrs if ins.op == "add"}
+    forms: dict[tuple[str, str | None], Form] = {}
+    for ins in (ins for ins in plan.instrs if ins.op == "send"):
+        slot = ins.reads[0]
+        while slot in sums:
+            slot = sums[slot]
+        assert slot.kind in ("output", "input_gradient"), f"{slot} is not a value between chunks"
+        chunk = chunks[slot.owner]
+        spec = (chunk.outputs if slot.kind == "output" else chunk.input_specs)[slot.position]
+        assert not spec.dynamic_rows, "rows between route and unroute stay on their devices"
+        shape = spec.shape
+        if isinstance(rows := ins.payload, Rows):
+            shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
+        forms[ins.node, ins.comm] = Form(shape, getattr(torch, spec.dtype))
+    return forms

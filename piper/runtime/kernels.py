@@ -11,7 +11,7 @@ from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Instr
 from piper.plan.ops import Op, Routing, Rows
 from piper.runtime import gradients
-from piper.runtime.comm.base import Form, Group
+from piper.runtime.comm.base import Group
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env, writing
 from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
@@ -23,11 +23,14 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins), form_of(env, ins)
+    cut, form = row_cut(ins), env.form(ins, env.device)
 
     def run() -> None:
         value = cut(cast(Tensor, slots[source]))
-        assert (value.shape, value.dtype) == (form.shape, form.dtype), f"{ins.node} sends another form"
+        # Raised under `python -O` too: the receiver has made room for this form, and would wait or misread.
+        if value.shape != form.shape or value.dtype != form.dtype:
+            got = f"{tuple(value.shape)} of {value.dtype}"
+            raise AssertionError(f"{ins.node} sends {got}, not {form.shape} of {form.dtype}")
         pipe.send(value)
 
     return run
@@ -36,20 +39,8 @@ def send(env: Env, ins: Instr) -> Bound:
 def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
-    assert not env.plan.slots[ins.writes[0]].dynamic, "rows between route and unroute stay on their devices"
-    return writing(env, ins, partial(env.comms.incoming(ins.comm).recv, form_of(env, env.sent(ins))))
-
-
-def form_of(env: Env, ins: Instr) -> Form:
-    """Return the shape and type of what a send moves: a value between chunks, or some of its rows."""
-    slot = ins.reads[0]
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
-    chunk = env.chunks[slot.owner]
-    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
-    shape = spec.shape
-    if isinstance(rows := ins.payload, Rows):
-        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
-    return Form(shape, getattr(torch, spec.dtype))
+    sender, _ = env.setup.plans.comms[ins.comm].pair_to(env.device)
+    return writing(env, ins, partial(env.comms.incoming(ins.comm).recv, env.form(ins, sender)))
 
 
 def copy(env: Env, ins: Instr) -> Bound:

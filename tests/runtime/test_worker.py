@@ -1,27 +1,32 @@
 """What else a run promises: the same bits however it runs, named failures, memory as planned, full state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import cleandoc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from piper.capture.trace.annotate import annotate
 from piper.check.check import check
 from piper.compiler import Program, compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.dtypes import JobPrecision
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
+from piper.job import Job
+from piper.plan.plan import Plan
 from piper.run.launch import launch_inline
 from piper.runtime.comm.base import Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import InlinePipe
+from piper.runtime.context import forms_sent
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
@@ -76,8 +81,49 @@ def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
         assert_equal_bits(run.state_dict(), state)
 
 
+class Skips(nn.Module):
+    """What the first region gives is read by both others, which run on the same devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            first = self.layers[0](x).relu()
+        with annotate("PP"):
+            second = self.layers[1](first).relu()
+        with annotate("PP"):
+            return cast(Tensor, self.layers[2](first + second))
+
+
+def skip_batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(0))}
+
+
+def skips(devices: Sequence[Sequence[int]], precision: JobPrecision = "fp64") -> Job:
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return cast(Tensor, model(batch["x"]).square().mean())
+
+    first, *others = (replicate(at(PP=i), list(where)) for i, where in enumerate(devices))
+    strategy = [first, *others, split(at(), axis="MB", parts=2)]
+    return Job(model=Skips, loss=loss, data=lambda: [skip_batch()], strategy=strategy, precision=precision)
+
+
+UNLIKE = [([0], [1, 2], [1, 2]), ([0, 1], [2], [2]), ([0, 1], [2, 3, 4, 5], [2, 3, 4, 5])]
+
+
+@pytest.mark.parametrize("devices", UNLIKE, ids=str)
+def test_sums_of_gradients_go_to_devices_with_other_samples(devices: Sequence[Sequence[int]]) -> None:
+    """They are added where the value is read, and have the samples of those devices."""
+    report = check(compile(skips(devices)), launch_inline, [skip_batch()], 1e-12)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
-def test_what_arrives_has_the_form_that_plans_say(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_arrives_has_the_form_that_plans_say(
+    precision: JobPrecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Receivers make room before anything arrives: for whole values, for rows of them, and for sums."""
     forms: list[tuple[Form, Form]] = []
 
@@ -87,11 +133,19 @@ def test_what_arrives_has_the_form_that_plans_say(precision: str, monkeypatch: p
         return value
 
     monkeypatch.setattr(InlinePipe, "recv", look)
-    cell = Cell(case="decoder", schedule="gpipe")
-    uneven = [replicate(at(PP=0), [0]), replicate(at(PP=1), [1, 2]), split(at(), parts=2)]
-    with launch_inline(compile(job(cell, strategy=uneven, precision=precision))) as run:
-        run.step(batches(cell, 1)[0])
+    with launch_inline(compile(skips(UNLIKE[2], precision))) as run:
+        run.step(skip_batch())
     assert forms and [pair for pair in forms if pair[0] != pair[1]] == []
+
+
+def test_a_device_refuses_to_send_what_its_receiver_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan, chunks: Mapping[str, Chunk]) -> dict[tuple[str, str | None], Form]:
+        return {of: Form((3, *form.shape[1:]), form.dtype) for of, form in forms_sent(plan, chunks).items()}
+
+    monkeypatch.setattr("piper.runtime.context.forms_sent", wrong)
+    with launch_inline(compile(skips(UNLIKE[0]))) as run, pytest.raises(WorkerError) as caught:
+        run.step(skip_batch())
+    assert "sends (2, 4) of torch.float64, not (3, 4) of torch.float64" in str(caught.value)
 
 
 MEMORY = [
