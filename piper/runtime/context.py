@@ -202,7 +202,6 @@ def forms_sent(plan: Plan, chunks: Mapping[str, Chunk]) -> dict[tuple[str, str |
         assert slot.kind in ("output", "input_gradient"), f"{slot} is not a value between chunks"
         chunk = chunks[slot.owner]
         spec = (chunk.outputs if slot.kind == "output" else chunk.input_specs)[slot.position]
-        assert not spec.dynamic_rows, "rows between route and unroute stay on their devices"
         shape = spec.shape
         if isinstance(rows := ins.payload, Rows):
             shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
