@@ -207,12 +207,15 @@ class OfPart:
 def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:
     """Yield every template node once per microbatch `among` those of its chunk, with its values."""
     known = {part: OfPart(part, residents) for part in among}
+    parts = {
+        chunk: [(part, known[part]) for part in flow.graph.microbatches(chunk) if part in known]
+        for chunk in flow.chunks
+    }
     nodes = flow.graph.nodes
     for node, chunk, phase in flow.templates:
-        for part in flow.graph.microbatches(chunk):
-            of_part = known.get(part)
+        for part, of_part in parts[chunk]:
             placed = nodes.get(compute_name(chunk, phase, part)) if phase else None
-            if of_part is None or (placed is None and phase):
+            if placed is None and phase:
                 continue
             reads, writes = of_part(node.reads), of_part(node.writes)
             match node:
