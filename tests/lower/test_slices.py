@@ -105,7 +105,7 @@ def test_two_readers_on_the_same_devices_that_have_other_samples(first: list[int
     source = d.chunk("PP=0", pp(0), [X], [d.param("a")])
     second = d.chunk("PP=1", pp(1), [source], [d.param("b")])
     loss = d.chunk("PP=2", pp(2), [second, source, Y], [d.param("c")], [SCALAR])
-    strategy = [replicate(at(PP=0), first), replicate(at(PP=[1, 2]), [1, 2])]
+    strategy: list[Directive] = [replicate(at(PP=0), first), replicate(at(PP=[1, 2]), [1, 2])]
     strategy += [shard(at(PP=divided), [1, 2], axis="TP", weights={"w": 0}), split(at(), parts=2)]
     plans = compiled(d.outline(loss), strategy)
     assert read_plans(show_plans(plans)) == plans
