@@ -130,7 +130,7 @@ GIVEN: Mapping[object, Given] = {At: given_filter, Sequence[int]: given_devices}
 class Directive:
     """One rewrite of the graph that the user asked for."""
 
-    places: ClassVar[bool] = True  # it says on which devices nodes run
+    places: ClassVar[bool] = False  # it says on which devices nodes run
 
     source: str = field(default_factory=source_line, compare=False, kw_only=True)
 
@@ -183,8 +183,6 @@ class Directive:
 class ChunkDirective(Directive):
     """A directive that decides an option of the whole chunks that it selects, and places nothing."""
 
-    places: ClassVar[bool] = False
-
     at: At
 
     def apply(self, graph: Graph, number: int) -> Graph:
@@ -198,6 +196,8 @@ class ChunkDirective(Directive):
 @dataclass(frozen=True, slots=True, repr=False)
 class PlacingDirective(Directive):
     """A directive that places the selected nodes on devices, and may decide how their chunks live there."""
+
+    places: ClassVar[bool] = True
 
     at: At
     devices: Sequence[int]

@@ -110,7 +110,6 @@ def kind(value: object) -> str:
 
 
 def read_entry(entry: object, where: str) -> Directive:
-    """Read one directive."""
     if not isinstance(entry, dict):
         raise ConfigError(
             f"a directive is an object, not {kind(entry)}", by=where, hint='{"op": "place", ...}'

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from piper.directives.base import (
     Directive,
@@ -32,8 +31,6 @@ class Order(Directive):
     -->
     F[PP=0 MB=0] ..> BI[PP=0 MB=0] ..> BW[PP=0 MB=0]      (naming BI or BW splits that backward)
     """
-
-    places: ClassVar[bool] = False
 
     groups: tuple[tuple[At, ...], ...] = argument(key="filters")
 

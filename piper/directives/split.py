@@ -1,7 +1,6 @@
 """`split`: the same work on microbatches of the samples."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from piper.directives.base import Directive, argument, check_whole, registered, selected, touched, whole
 from piper.errors import ScheduleError
@@ -22,8 +21,6 @@ class Split(Directive):
     F[PP=0 MB=0] --> F[PP=1 MB=0]
     F[PP=0 MB=1] --> F[PP=1 MB=1]
     """
-
-    places: ClassVar[bool] = False
 
     at: At
     axis: str = argument(default="MB", key="dim_name")

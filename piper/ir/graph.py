@@ -114,7 +114,6 @@ class Graph:
         return {chunk.name: chunk for chunk in self.outline.chunks}
 
     def microbatches(self, chunk: str) -> tuple[Tags, ...]:
-        """Return the microbatches of a chunk, in order."""
         return microbatches_of(self.parts[chunk])
 
     def policy(self, chunk: str) -> Policy:

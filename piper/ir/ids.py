@@ -152,7 +152,6 @@ class SlotId(str):
         run: Pass | None = None,
         piece: int = -1,
     ) -> "SlotId":
-        """Make the id of a slot."""
         base = base_slot(kind, owner, position, number, reader, devices, again)
         return base._within(part, run, piece) if part or run is not None or piece >= 0 else base
 
@@ -170,7 +169,6 @@ class SlotId(str):
 
     @property
     def fields(self) -> tuple[object, ...]:
-        """Return every field of the id."""
         place = (self.number, self.reader, self.devices, self.again, self.part, self.run, self.piece)
         return self.kind, self.owner, self.position, *place
 

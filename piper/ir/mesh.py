@@ -67,7 +67,6 @@ class Mesh:
         return len(self.devices) // self.degree
 
     def axis(self, name: str) -> Axis:
-        """Return an axis by its name."""
         return {axis.name: axis for axis in self.axes}[name]
 
     def groups(self, *names: str) -> tuple[Devices, ...]:

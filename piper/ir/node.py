@@ -37,7 +37,6 @@ class Compute:
 
     @property
     def run(self) -> Pass:
-        """Return the pass of this node."""
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
 

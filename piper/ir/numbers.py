@@ -10,5 +10,4 @@ def is_whole(value: object, least: float = -math.inf) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -282,7 +282,6 @@ def show_collective(how: Collective) -> str:
 
 
 def read_collective(text: str) -> Collective:
-    """Read a collective inside a region."""
     axis, degree, op, back, dims = text.rsplit(" ", 4)
     joined, _, cut = dims.partition(">")
     if op not in get_args(CollectiveOp) or back not in get_args(CollectiveOp):

@@ -40,12 +40,10 @@ def name(text: str) -> str:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read a list of names."""
     return tuple(map(name, text.split(AND))) if text else ()
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Read a list of whole numbers."""
     return tuple(int(word) for word in text.split())
 
 

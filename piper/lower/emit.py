@@ -10,7 +10,7 @@ from piper.ir.node import Compute, Transfer
 from piper.ir.step_sums import step_sums
 from piper.lower.events import Keeps, synchronised
 from piper.lower.instructions import Emission, emit_transfer, instr_for
-from piper.lower.placements import channels, classes_of, layouts_of
+from piper.lower.placements import channels, classes_of, first_nodes
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
 from piper.plan.instr import Instr
@@ -44,8 +44,8 @@ def emit(state: LoweringState) -> LoweringState:
                     emission.keeps[number][len(emission.programs[number])] = node.keeps
                 emission.programs[number].append(instr_for(emission, node, number))
     outline = state.graph.outline
-    placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
-    slices = placement.mesh.slices * parts_of(state.graph, outline.loss.chunk)
+    mesh = state.graph.mesh(first_nodes(state.graph)[outline.loss.chunk])
+    slices = mesh.slices * parts_of(state.graph, outline.loss.chunk)
     plans = Plans(
         plans=tuple(
             plan_of(state, *program)
@@ -55,7 +55,7 @@ def emit(state: LoweringState) -> LoweringState:
         buckets=state.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
-        copies=placement.mesh.degree,
+        copies=mesh.degree,
         sums={each.name: each.length for each in step_sums(state.graph, clip=state.settings.clip)},
         cells=cells_per_device(state.graph),
         axes=dict(axis for axes in state.graph.parts.values() for axis in axes),
@@ -68,14 +68,11 @@ def emit(state: LoweringState) -> LoweringState:
 
 def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
     """Return each chunk with its devices, and with those of the microbatches that run elsewhere."""
-    first, *others = layouts_of(graph)
-    usual = {chunk: placement.devices for chunk, placement in first.placements.items()}
+    usual = {chunk: node.devices for chunk, node in first_nodes(graph).items()}
     elsewhere: dict[str, dict[Tags, Devices]] = {chunk: {} for chunk in usual}
-    for layout in others:
-        for cell in graph.index.cells:
-            devices = layout.placements[cell.chunk].devices
-            if cell.part in layout.parts and devices != usual[cell.chunk]:
-                elsewhere[cell.chunk][cell.part] = devices
+    for node in graph.nodes.values():
+        if node.devices is not usual[node.chunk] and node.devices != usual[node.chunk]:
+            elsewhere[node.chunk][node.part] = node.devices
     return {
         chunk.name: PlacedChunk(tags=chunk.tags, devices=usual[chunk.name], elsewhere=elsewhere[chunk.name])
         for chunk in graph.outline.chunks
@@ -108,7 +105,6 @@ def device_sets(state: LoweringState) -> Iterator[Devices]:
 
 
 def plan_of(state: LoweringState, devices: Devices, pending: list[Instr], keeps: Keeps) -> Plan:
-    """Return the plan of one program."""
     slots = slots_of(pending, state)
     used = {slot for instr in pending for slot in (*instr.reads, *instr.writes)}
     # A device holds what it uses, and its optimizer state.

@@ -207,12 +207,15 @@ class OfPart:
 def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:
     """Yield every template node once per microbatch `among` those of its chunk, with its values."""
     known = {part: OfPart(part, residents) for part in among}
+    parts = {
+        chunk: [(part, known[part]) for part in flow.graph.microbatches(chunk) if part in known]
+        for chunk in flow.chunks
+    }
     nodes = flow.graph.nodes
     for node, chunk, phase in flow.templates:
-        for part in flow.graph.microbatches(chunk):
-            of_part = known.get(part)
+        for part, of_part in parts[chunk]:
             placed = nodes.get(compute_name(chunk, phase, part)) if phase else None
-            if of_part is None or (placed is None and phase):
+            if placed is None and phase:
                 continue
             reads, writes = of_part(node.reads), of_part(node.writes)
             match node:
@@ -220,7 +223,8 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                     assert placed is not None
                     yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Transfer():
-                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{show(node.target)}]"
+                    where = map(show, writes[0].devices[len(reads[0].devices) :])
+                    name = f"transfer[{reads[0]} @{show(node.source)} -> @{'@'.join(where)}]"
                     yield replace(node, name=name, reads=reads, writes=writes)
                 case SlotNode(payload=Routing() | Collecting() as payload):
                     name = placed.name if placed else f"counts[{chunk}{show_part(part)}]"

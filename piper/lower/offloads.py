@@ -43,6 +43,7 @@ class Family:
     asked: HostCopies
     chunk: str
     uses: dict[SlotId, list[int]] = field(default_factory=dict)
+    sent: int = -1  # the last place where one is sent: until then they stay, as a copy would travel twice
 
 
 def add_offloads(state: LoweringState) -> LoweringState:
@@ -126,6 +127,8 @@ def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[F
         for value in (*node.writes, *node.reads):
             if value in known:
                 known[value].uses.setdefault(value, []).append(place)
+                if isinstance(node, Transfer) and value in node.reads:
+                    known[value].sent = place
     return [
         family
         for family in families
@@ -153,7 +156,7 @@ def absences_of(family: Family, computes: list[int]) -> Iterator[Away]:
     places = sorted({place for uses in family.uses.values() for place in uses})
     for last, following in pairwise(places):
         low, high = bisect_right(computes, last), bisect_left(computes, following)
-        if high - low >= 2 * ahead + SLACK:
+        if last >= family.sent and high - low >= 2 * ahead + SLACK:
             yield Away(
                 values=tuple(
                     v for v, uses in family.uses.items() if uses[0] <= last and uses[-1] >= following

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import Output, Tags
+from piper.ir.chunk import Output
 from piper.ir.devices import Devices, show
 from piper.ir.graph import SELECTED, Graph, Ordering, microbatches_of
 from piper.ir.ids import Pass, SlotId
@@ -148,19 +148,14 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
 def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
     """Yield edges that make a region that writes buffers run its microbatches in order."""
     writes = {chunk.name for chunk in graph.outline.chunks if chunk.mutated}
-    devices_of = {
-        (node.chunk, node.part): node.devices for node in graph.nodes.values() if node.chunk in writes
-    }
-    last: dict[str, dict[Devices, Tags]] = {}
-    for cell in graph.index.cells:
-        if cell.chunk in writes:
-            devices = devices_of[cell.chunk, cell.part]
-            before = last.setdefault(cell.chunk, {})
-            for other, part in before.items():
-                if other is devices or not set(other).isdisjoint(devices):
-                    first, then = (compute_name(cell.chunk, "F", each) for each in (part, cell.part))
-                    yield (first, then, -1)
-            before[devices] = cell.part
+    last: dict[str, dict[Devices, str]] = {}  # of each chunk, on each of its sets of devices
+    for node in graph.nodes.values():
+        if node.chunk in writes and node.phase == "F":
+            before = last.setdefault(node.chunk, {})
+            for devices, first in before.items():
+                if devices is node.devices or not set(devices).isdisjoint(node.devices):
+                    yield (first, node.name, -1)
+            before[node.devices] = node.name
 
 
 def depths(graph: Graph) -> dict[str, int]:

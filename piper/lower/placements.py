@@ -56,12 +56,12 @@ def layouts_of(graph: Graph) -> list[PartPlacements]:
     """Return the microbatches by the devices that run them, from the first microbatch on."""
     # There is one layout unless a directive places single microbatches.
     common = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
-    parts = dict.fromkeys(cell.part for cell in graph.index.cells)
     moved = spread(graph)
-    by_part: dict[Tags, dict[str, Compute]] = {part: {} for part in parts}
+    by_part: dict[Tags, dict[str, Compute]] = {}
     for node in graph.nodes.values():
+        nodes = by_part.setdefault(node.part, {})
         if node.chunk in moved:
-            by_part[node.part].setdefault(node.chunk, node)
+            nodes.setdefault(node.chunk, node)
     by_devices: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
     for part, nodes in by_part.items():
         key = frozenset((chunk, node.devices) for chunk, node in nodes.items())
@@ -84,7 +84,6 @@ def spread(graph: Graph) -> dict[str, list[Devices]]:
 
 
 def first_nodes(graph: Graph) -> dict[str, Compute]:
-    """Return the first node of each chunk."""
     first: dict[str, Compute] = {}
     for node in graph.nodes.values():
         first.setdefault(node.chunk, node)

@@ -32,6 +32,8 @@ class Flow:
     specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
     gradients: dict[tuple[str, int], list[tuple[ChunkPlacement, SlotId]]] = field(default_factory=dict)
     loads: dict[SlotId, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # how each field is sharded
+    arrivals: dict[SlotId, tuple[Devices, int]] = field(default_factory=dict)  # `ChunkPlacement.samples` of
+    # the readers that each value is brought to
 
     @property
     def graph(self) -> Graph:
@@ -67,7 +69,6 @@ class Flow:
 
 
 def output_slot(chunk: str, index: int) -> SlotId:
-    """Return the slot of a chunk's output."""
     return SlotId("output", chunk, index)
 
 
@@ -118,6 +119,8 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     if there.samples == here.samples:
         return value
     arrived = value.brought_to(placement)
+    while flow.arrivals.setdefault(arrived, here.samples) != here.samples:
+        arrived = arrived.brought_to(placement[: here.mesh.degree])  # another region here has other samples
     if arrived not in flow.values:
         producer = flow.chunks[source.chunk]
         routed = flow.is_routed(chunk, chunk.inputs[position])
@@ -194,15 +197,18 @@ def send(
         )
         # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
+            source, target = (f"on {show(each.devices)}" for each in (there, placement))
+            order = ", rows in the order of their experts" if routed else ""
             raise ScheduleError(
                 f"{value} cannot be resliced by samples",
                 by=placement.by,
                 facts={
-                    f"on {show(there.devices)}": f"{left.shape}"
-                    + (", rows in the order of their experts" if routed else ""),
-                    f"on {show(placement.devices)}": f"{spec.shape}, for {chunk.name}",
+                    there.chunk if source == target else source: f"{left.shape}{order}",
+                    target: f"{spec.shape}, for {chunk.name}",
                 },
-                hint="place both regions on sets of devices of the same size",
+                hint="shard both regions along axes of the same degrees"
+                if len(there.devices) == len(placement.devices)
+                else "place both regions on sets of devices of the same size",
             )
     flow.values[arrived] = Slot(nbytes=spec.nbytes, dynamic=spec.dynamic_rows)
     node = Transfer(

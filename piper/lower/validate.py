@@ -349,7 +349,6 @@ def cells_per_device(graph: Graph) -> int:
 
 
 def parts_of(graph: Graph, chunk: str) -> int:
-    """Return the number of microbatches of a chunk."""
     return len(graph.microbatches(chunk))
 
 

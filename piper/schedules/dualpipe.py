@@ -22,7 +22,6 @@ def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str 
 
 @registered("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
 def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `dualpipe_v`."""
     need_whole("dualpipe_v", ranks=ranks, microbatches=microbatches)
     if microbatches < 2 * ranks:
         raise ScheduleError(

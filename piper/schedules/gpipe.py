@@ -17,7 +17,6 @@ def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "M
 
 @registered("gpipe", 0, stages_per_rank=1, instead="interleaved-1f1b")
 def gpipe_grid(stages: int, microbatches: int) -> Grid:
-    """Return the grid of `gpipe`."""
     need_whole("gpipe", stages=stages, microbatches=microbatches)
     rows = []
     for stage in range(stages):

@@ -50,7 +50,6 @@ class StageCosts:
 
     @property
     def stages(self) -> int:
-        """Return the number of stages."""
         return len(self.forward)
 
     def of(self, stage: int, phase: Phase) -> float:
@@ -102,7 +101,6 @@ class Placement:
 
     @property
     def count(self) -> int:
-        """Return the number of ranks."""
         return len(set(self.ranks))
 
     def stages_of(self, rank: int) -> list[int]:
@@ -235,7 +233,6 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Schedu
 
 
 def cost_of(costs: Costs, action: Action) -> float:
-    """Return the time of one action."""
     return costs.of(action.stage, action.phase) if isinstance(costs, StageCosts) else costs[action.phase]
 
 

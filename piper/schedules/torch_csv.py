@@ -12,7 +12,7 @@ from pathlib import Path
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
-from piper.schedules.grid import Action, Grid, Stage, group_text, is_overlap, orders, parse_group
+from piper.schedules.grid import Action, Grid, Stage, group_text, orders, parse_group
 from piper.schedules.timing import timeline
 
 # What torch adds when it writes a schedule with its communication. Skipped: the compiler derives our own.
@@ -92,20 +92,16 @@ NO_FILE: Where = "rank {}, position {}".format
 
 
 def validate(grid: Grid, *, by: str = "schedule", where: Where = NO_FILE) -> None:
-    """Refuse a grid that leaves work out, does it twice, spreads a microbatch, or can never run."""
-    if not grid.rows or not all(grid.rows):
-        idle = [f"rank {rank} runs nothing" for rank, row in enumerate(grid.rows) if not row]
-        raise ScheduleError(
-            idle[0] if idle else "there are no ranks",
-            by=by,
-            hint="give every rank at least one stage, or leave the rank out",
-        )
+    """Refuse a grid that leaves work out, does it twice, spreads a microbatch, or can never run.
+
+    That each rank has actions, and that pairs can overlap, is known of all that was read.
+    """
     nothing_missing(grid, places(grid, by, where), by)
     timeline(grid, by=by)
 
 
 def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
-    """Return the rank and position of each action. Refuse duplicates, and groups that cannot overlap.
+    """Return the rank and position of each action. Refuse duplicates.
 
     Refuse also a microbatch of a stage that two ranks run: its saved activations live in one place.
     """
@@ -113,12 +109,6 @@ def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
     first_of: dict[tuple[int, int], Action] = {}  # by stage and microbatch
     for rank, row in enumerate(grid.rows):
         for position, group in enumerate(row):
-            if len(group) != 1 and not is_overlap(group):
-                raise ScheduleError(
-                    f"{where(rank, position)} groups {', '.join(map(str, group)) or 'nothing'}",
-                    by=by,
-                    hint="a group is one action, or one forward and one backward (B or I) that overlap",
-                )
             for action in group:
                 if action in found:
                     raise ScheduleError(

@@ -22,7 +22,7 @@ from piper.schedules.grid import (
     orders,
     registered,
 )
-from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
+from piper.schedules.synthesis.list_schedulers import F, I, Problem, W, in_sequence, problem_of
 from piper.schedules.timing import Memory, Placement, StageCosts
 
 FREE = -1  # a slot in which neither an F nor a BI runs
@@ -44,10 +44,14 @@ def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB")
 
 @registered("zbv", 5, stages_per_rank=2, instead="interleaved-zero-bubble")
 def zbv_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `zbv`."""
     need_whole("zbv", ranks=ranks, microbatches=microbatches)
-    row = few if microbatches <= ranks else many
-    return Grid(rows=tuple(row(rank, ranks, microbatches) for rank in range(ranks)))
+    if microbatches <= ranks:
+        # Each goes through as if it were alone, down, up and back as gradients, one stage a slot. It meets a
+        # rank in four slots, any two of them an odd number or 2 ranks apart; entries are an even number below
+        # 2 ranks apart, so two microbatches never want a rank at once. Weight gradients take the free slots.
+        problem = v_problem(ranks, microbatches)
+        return grid_of_slots(problem, block_slots(problem, building_block(ranks, 1, 0, 0), period=2))
+    return Grid(rows=tuple(many(rank, ranks, microbatches) for rank in range(ranks)))
 
 
 def many(rank: int, ranks: int, microbatches: int) -> Row:
@@ -80,34 +84,6 @@ def many(rank: int, ranks: int, microbatches: int) -> Row:
     return row.finish()
 
 
-def few(rank: int, ranks: int, microbatches: int) -> Row:
-    """Return one rank's row for at most as many microbatches as ranks.
-
-    Each microbatch goes through as if it were alone.
-
-    A microbatch enters every second slot and moves one stage a slot: down, up, and back as gradients. It
-    meets a rank in four slots, any two of them an odd number or 2 ranks apart; entries are an even number
-    below 2 ranks apart, so two microbatches never want a rank at once. Weight gradients take the free slots.
-    """
-    stages = 2 * ranks
-    planned = []
-    for stage in (rank, stages - 1 - rank):
-        for entry in range(0, 2 * microbatches, 2):
-            planned += [(entry + stage, "F", stage), (entry + 2 * stages - 1 - stage, "BI", stage)]
-    row = RowWriter(microbatches)
-    clock = 0
-    for slot, phase, stage in sorted(planned):
-        while clock < slot and row.owed:
-            row.weights()
-            clock += 1
-        clock = slot + 1
-        if phase == "F":
-            row.forward(stage)
-        else:
-            row.inputs(stage)
-    return row.finish()
-
-
 def v_half(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
     """Hold about half of 1F1B's activations: a V in which the way down takes two slots a stage, up one.
 
@@ -136,7 +112,6 @@ def v_min(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB")
 
 @registered("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
 def v_half_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `v_half`."""
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
     # Where ranks are even, the two ways down would meet in one slot: a pause at the loss keeps them apart.
     pause = 0 if ranks % 2 else 3
@@ -145,7 +120,6 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
 
 @registered("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
 def v_min_grid(ranks: int, microbatches: int) -> Grid:
-    """Return the grid of `v_min`."""
     need_whole("v_min", ranks=ranks, microbatches=microbatches)
     # Where ranks are a multiple of three, the ways down of F and BI would meet in one slot.
     pause = 0 if ranks % 3 else 2
@@ -166,16 +140,30 @@ def building_block(ranks: int, slope: int, at_loss: int, at_returns: int) -> Blo
     return {F: forward, I: inputs[::-1]}
 
 
+def v_problem(ranks: int, microbatches: int, limit: int | None = None) -> Problem:
+    """Return the operations of a V of equal stages. limit: the forwards that a rank may hold. None: any."""
+    stages = 2 * ranks
+    memory = None if limit is None else Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)
+    return problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
+
+
+def block_slots(problem: Problem, block: Block, period: int) -> list[int]:
+    """Return the slot of each F and BI where a microbatch follows the one before it after a period."""
+    operations = zip(problem.kind, problem.stage, problem.microbatch, strict=True)
+    return [block[k][stage] + period * number if k in block else 0 for k, stage, number in operations]
+
+
+def grid_of_slots(problem: Problem, slots: Sequence[int]) -> Grid:
+    """Return the grid in which each rank runs F and BI in the order of their slots, and BW in between."""
+    schedule = in_sequence(problem, slots)
+    assert schedule is not None, "a building block that does not fit its own limit"
+    return Grid(rows=tuple(tuple((problem.actions[each],) for each in row) for row in schedule.rows))
+
+
 def repeated(block: Block, ranks: int, microbatches: int, limit: int) -> Grid:
     """Return the grid in which each microbatch follows a block and a rank holds at most `limit` forwards."""
-    stages = 2 * ranks
-    memory = Memory(saved=[1] * stages, carried=[1] * stages, limit=limit)
-    problem = problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
-    schedule = in_sequence(problem, squeezed(problem, block, limit))
-    assert schedule is not None, "a building block that does not fit its own limit"
-    return Grid(
-        rows=tuple(tuple((problem.actions[operation],) for operation in row) for row in schedule.rows)
-    )
+    problem = v_problem(ranks, microbatches, limit)
+    return grid_of_slots(problem, squeezed(problem, block_slots(problem, block, PERIOD), limit))
 
 
 class SlotRow:
@@ -216,16 +204,12 @@ class SlotRow:
         return self.update(min(slot, other), max(slot, other))
 
 
-def squeezed(problem: Problem, block: Block, limit: int) -> list[int]:
+def squeezed(problem: Problem, slot_of: list[int], limit: int) -> list[int]:
     """Move each F and BI of the warm-up and the cool-down to the first free slot that the memory allows.
 
-    block: of the first microbatch; no two of a rank share a slot. limit: the forwards that a rank may hold.
+    slot_of: no two F or BI of a rank share a slot. limit: the forwards that a rank may hold.
     """
-    moved = [operation for operation in range(problem.size) if problem.kind[operation] in block]
-    slot_of = [0] * problem.size
-    for operation in moved:
-        first = block[problem.kind[operation]][problem.stage[operation]]
-        slot_of[operation] = first + PERIOD * problem.microbatch[operation]
+    moved = [operation for operation in range(problem.size) if problem.kind[operation] != W]
     moved.sort(key=lambda operation: (slot_of[operation], operation))
     length = max(slot_of) + 1 + len(moved)  # with room at the end for all weight gradients
     slots = [[FREE] * length for _ in range(problem.ranks)]

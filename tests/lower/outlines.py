@@ -194,7 +194,7 @@ def with_phases(
 
 def fitted(graph: Graph, samples: int = 720720) -> CapturedModel:
     """The graph's outline with each chunk as it would be captured for its own slice of the samples."""
-    homes = {node.chunk: max(1, len(node.devices)) for node in graph.nodes.values()}
+    homes = {node.chunk: max(1, graph.mesh(node).slices) for node in graph.nodes.values()}
 
     def sized(spec: TensorSpec, rows: int) -> TensorSpec:
         return replace(spec, shape=tuple(rows if axis == ROWS else axis for axis in spec.shape))

@@ -255,6 +255,21 @@ def test_a_number_of_one_slice_means_nothing_on_another() -> None:
     """)
 
 
+def test_a_number_of_one_slice_means_nothing_where_samples_are_divided_otherwise() -> None:
+    """The two regions are on the same devices: the message names them instead."""
+    d = Drawing()
+    first = d.chunk("PP=0", pp(0), [X], [d.param("a")], [HIDDEN, replace(SCALAR, dtype="int64")])
+    count = Output(chunk="PP=0", index=1)
+    last = d.chunk("PP=1", pp(1), [first, count, Y], [d.param("b")], [SCALAR])
+    tensor = shard(at(PP=0), [0, 1], axis="TP", weights={"w": 0})
+    assert said(d.outline(last), place(at(), [0, 1]), tensor) == cleandoc("""
+        place #0 (here): PP=0.out1 cannot be resliced by samples
+          PP=0:   ()
+          on 0,1: (), for PP=1
+          hint:   shard both regions along axes of the same degrees
+    """)
+
+
 def test_a_mean_over_a_slice_means_nothing_on_another() -> None:
     """A vector of one shape on both sides may still be that of one slice."""
     d = Drawing()

@@ -13,7 +13,7 @@ from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.schedules import gpipe, zero_bubble
 from tests.chain import chain
-from tests.lower.outlines import normed
+from tests.lower.outlines import normed, skips
 from tests.lower.test_lines import compiled, shown, stages
 from tests.proof.plans import made
 from tests.slots import slot, slots
@@ -104,6 +104,17 @@ def test_halves_of_a_backward_read_it_at_different_times() -> None:
     assert outs and backs
     freed = [name for ins in backs for name in ins.frees]
     assert sorted(freed) == sorted(name for ins in outs for name in ins.writes)
+
+
+def test_a_value_stays_until_it_is_sent() -> None:
+    """Else it would travel to the host and back first, and the receiver would not know its form."""
+    strategy = [place(at(PP=i), [device]) for i, device in enumerate((0, 1, 0))]
+    plans, _ = made(skips(), [*strategy, split(at(), parts=8), offload(at(), least_mb=0)])
+    assert any(
+        value.kind == "output" for ins in plans.of(0).instrs if ins.op == "offload" for value in ins.reads
+    )
+    sent = {value.kind for plan in plans for ins in plan.instrs if ins.op == "send" for value in ins.reads}
+    assert sent == {"output", "input_gradient", "gradient_sum"}
 
 
 def test_what_remat_keeps_across_is_offloaded() -> None:

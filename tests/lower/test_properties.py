@@ -112,9 +112,9 @@ def kept_reading(work: LoweringState) -> LoweringState:
     return replace(work, sequence=tuple(map(changed, work.sequence)))
 
 
-def without(op: str) -> Break:
-    """Leave out every node of an operation."""
-    return lambda work: replace(work, sequence=tuple(node for node in work.sequence if node.op != op))
+def without(*ops: str) -> Break:
+    """Leave out every node of some operations."""
+    return lambda work: replace(work, sequence=tuple(node for node in work.sequence if node.op not in ops))
 
 
 def reading(node: Compute, bucket: Bucket) -> Compute:
@@ -150,9 +150,9 @@ def ungathered(work: LoweringState) -> LoweringState:
             "R[PP=0 #1 MB=0] reads PP=0.out0[MB=0] of F[PP=0 MB=0]",
         ),
         ("add_gathers", ungathered, "reads the shard"),
-        ("add_reductions", without("reduce"), "has no gradient to apply"),
-        ("add_reductions", without("reduce"), "is lost"),
-        ("add_tied_sums", without("reduce"), "is not summed with"),
+        ("add_reductions", without("all_reduce", "reduce_scatter"), "has no gradient to apply"),
+        ("add_reductions", without("all_reduce", "reduce_scatter"), "is lost"),
+        ("add_tied_sums", without("all_reduce", "reduce_scatter"), "is not summed with"),
         ("add_losses", without("accumulate"), "loss is never added up"),
         ("add_loads", without("load"), "before it is loaded"),
         ("add_offloads", without("fetch"), "PP=1.saved.host[MB=0] of offload["),

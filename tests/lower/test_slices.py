@@ -8,6 +8,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
+from piper.plan.text import read_plans, show_plans
 from tests.lower.lowering import lower
 from tests.lower.machine import examine
 from tests.lower.outlines import (
@@ -94,6 +95,23 @@ def test_experts_over_groups_of_replicas(ways: int, zero: int, tied: bool) -> No
     strategy: list[Directive] = [replicate(at(PP=0), first, zero), replicate(at(PP=1), second, zero)]
     strategy += [shard(at(EP=0), first, ways), shard(at(EP=1), second, ways), split(at(), parts=2)]
     compiled(mixture(tied), strategy)
+
+
+@pytest.mark.parametrize("first", [[0], [0, 3], [1, 2]])
+@pytest.mark.parametrize("divided", [1, 2])
+def test_two_readers_on_the_same_devices_that_have_other_samples(first: list[int], divided: int) -> None:
+    """The devices of one share their samples, and those of the other do not: the value arrives for each."""
+    d = Drawing()
+    source = d.chunk("PP=0", pp(0), [X], [d.param("a")])
+    second = d.chunk("PP=1", pp(1), [source], [d.param("b")])
+    loss = d.chunk("PP=2", pp(2), [second, source, Y], [d.param("c")], [SCALAR])
+    strategy: list[Directive] = [replicate(at(PP=0), first), replicate(at(PP=[1, 2]), [1, 2])]
+    strategy += [shard(at(PP=divided), [1, 2], axis="TP", weights={"w": 0}), split(at(), parts=2)]
+    plans = compiled(d.outline(loss), strategy)
+    assert read_plans(show_plans(plans)) == plans
+    arrived = {value.base for plan in plans for ins in plan.instrs for value in ins.writes}
+    shared = {value for value in arrived if value.owner == "PP=0" and value.kind == "output"}
+    assert len(shared - {"PP=0.out0"}) == (1 if first == [1, 2] else 2)
 
 
 def test_an_expert_region_on_other_devices_than_its_neighbours() -> None:

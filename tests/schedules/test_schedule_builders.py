@@ -103,6 +103,8 @@ def test_every_size_is_a_schedule(name: str, ranks: int, microbatches: int, stag
         ranks, microbatches = 2 * ranks, 4 * ranks + 2 * (microbatches - 1)
     interleaved = name.startswith("interleaved")
     grid = grid_for(name, ranks, microbatches, stages_per_rank if interleaved else None)
+    assert all(grid.rows)
+    assert all(len(group) == 1 or is_overlap(group) for row in grid.rows for group in row)
     validate(grid)
     assert (len(grid.rows), grid.microbatches) == (ranks, microbatches)
     assert grid.stages == ranks * (stages_per_rank if interleaved else NAMES[name].stages_per_rank)

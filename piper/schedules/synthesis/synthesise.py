@@ -8,7 +8,7 @@ from itertools import chain
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.grid import NAMES, SYNTHESISED, Action, Grid, Group, Row, grid_for, need_whole, orders
-from piper.schedules.synthesis.list_schedulers import Problem, Schedule, problem_of
+from piper.schedules.synthesis.list_schedulers import F, I, Problem, Schedule, W, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
 from piper.schedules.timing import Memory, Placement, StageCosts, makespan, peak_bytes, timeline
 
@@ -244,72 +244,43 @@ def bound(costs: StageCosts, placement: Placement, microbatches: int, memory: Me
     - Bytes times seconds: a microbatch holds a stage's bytes at least as long as its way from there to the
       loss and back, and a rank never holds more than its limit.
     """
-    paths = Paths(costs, placement)
+    problem = problem_of(costs, placement, 1)
+    heads, tails = paths_of(problem)
     found = 0.0
     for rank in range(placement.count):
         mine = placement.stages_of(rank)
-        found = max(found, one_rank(paths, mine, microbatches))
+        passes = [problem.number(kind, stage, 0) for stage in mine for kind in (F, I, W)]
+        # Microbatches are alike, so each pass is one job for all of them.
+        jobs = [(heads[each], tails[each], microbatches * problem.duration[each]) for each in passes]
+        found = max(found, one_rank(sorted(jobs)))
         if memory is not None and (limit := memory.limit_of(rank)):
-            volume = sum(paths.held(memory, stage) for stage in mine)
-            found = max(found, min(paths.arrival[stage] for stage in mine) + microbatches * volume / limit)
+            volume = 0.0
+            for stage in mine:
+                saved, least = memory.saved[stage], min(memory.saved[stage], memory.carried[stage])
+                until_split = heads[problem.number(W, stage, 0)] - heads[problem.number(F, stage, 0)]
+                # A whole backward holds `saved` where a split one holds `carried`: the smaller counts.
+                volume += saved * until_split + least * costs.weights[stage]
+            begin = min(heads[problem.number(F, stage, 0)] for stage in mine)
+            found = max(found, begin + microbatches * volume / limit)
     return found
 
 
-class Paths:
-    """The shortest time between the passes of a single microbatch that has every rank to itself."""
-
-    def __init__(self, costs: StageCosts, placement: Placement) -> None:
-        self.costs = costs
-        stages = costs.stages
-        hops = [
-            0.0
-            if placement.ranks[stage] == placement.ranks[stage + 1]
-            else costs.hop_between(stage, stage + 1)
-            for stage in range(stages - 1)
-        ]
-        self.arrival = [0.0]  # of each stage's input
-        for stage in range(stages - 1):
-            self.arrival.append(self.arrival[stage] + costs.forward[stage] + hops[stage])
-        gradient = [0.0] * stages  # of each stage's output: when it arrives
-        gradient[-1] = self.arrival[-1] + costs.forward[-1]
-        for stage in reversed(range(stages - 1)):
-            gradient[stage] = gradient[stage + 1] + costs.inputs[stage + 1] + hops[stage]
-        self.gradient = gradient
-        self.after_inputs = [0.0] * stages  # the longest chain after the end of a stage's BI
-        for stage in range(stages):
-            above = hops[stage - 1] + costs.inputs[stage - 1] + self.after_inputs[stage - 1] if stage else 0.0
-            self.after_inputs[stage] = max(costs.weights[stage], above)
-        self.after_forward = [
-            gradient[stage]
-            - (self.arrival[stage] + costs.forward[stage])
-            + costs.inputs[stage]
-            + self.after_inputs[stage]
-            for stage in range(stages)
-        ]
-
-    def held(self, memory: Memory, stage: int) -> float:
-        """Return the least bytes times seconds that one microbatch of a stage occupies.
-
-        A whole backward holds `saved` where a split one holds `carried`: the smaller counts.
-        """
-        until_split = self.gradient[stage] + self.costs.inputs[stage] - self.arrival[stage]
-        least = min(memory.saved[stage], memory.carried[stage])
-        return memory.saved[stage] * until_split + least * self.costs.weights[stage]
+def paths_of(problem: Problem) -> tuple[list[float], list[float]]:
+    """Return the shortest time before each pass of a single microbatch, and the shortest that must follow."""
+    size, duration = problem.size, problem.duration
+    order = [*range(F, size, 3), *reversed(range(I, size, 3)), *range(W, size, 3)]
+    heads, tails = [0.0] * size, [0.0] * size
+    for each in order:
+        ends = (heads[other] + duration[other] + delay for other, delay in problem.before[each])
+        heads[each] = max(ends, default=0.0)
+    for each in reversed(order):
+        follow = (delay + duration[other] + tails[other] for other, delay in problem.after[each])
+        tails[each] = max(follow, default=0.0)
+    return heads, tails
 
 
-def one_rank(paths: Paths, stages: Sequence[int], microbatches: int) -> float:
-    """Return the shortest makespan of one rank's passes with their heads and tails, interruptions allowed."""
-    costs = paths.costs
-    # Head, tail and time of each pass. Microbatches are alike, so it is one job for all of them.
-    jobs: list[tuple[float, float, float]] = []
-    for stage in stages:
-        gradient = paths.gradient[stage]
-        jobs += [
-            (paths.arrival[stage], paths.after_forward[stage], microbatches * costs.forward[stage]),
-            (gradient, paths.after_inputs[stage], microbatches * costs.inputs[stage]),
-            (gradient + costs.inputs[stage], 0.0, microbatches * costs.weights[stage]),
-        ]
-    jobs.sort()
+def one_rank(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """Return the shortest makespan of one rank's jobs, interruptions allowed: (head, tail, time), by head."""
     waiting: list[tuple[float, float]] = []  # (-tail, time left)
     now = found = 0.0
     position = 0
