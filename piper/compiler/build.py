@@ -114,7 +114,7 @@ class Program:
     def _repr_html_(self) -> str:
         from piper.compiler.notebook import table_of
 
-        return table_of(self)
+        return table_of(self, self.work)
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
@@ -127,7 +127,7 @@ class Program:
         """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
         from piper.compiler.notebook import page_of
 
-        return page_of(self, cluster)
+        return page_of(self, self.work, cluster)
 
     def evaluation(self, batch: Batch, forward: Forward | None = None) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
@@ -225,15 +225,18 @@ def build(
         codes, outline = capture_slices(graph, samples, capturing, requests)
         graph = replace(graph, outline=outline)
         if trained is not None:
-            graph = reads_state_of(trained, graph)
+            graph = reads_state_of(trained.graph, trained.plans.buckets, graph)
             buckets = share_buckets(graph, trained.work.buckets)
             settings = replace(trained.work.settings, clip=False, whole=False, trains=False)
         else:
             buckets = make_buckets(graph)
-            holder = None if first is None else holder_of(first, job, graph, buckets, batch)
+            holder = None
+            if first is not None:
+                programs = [first.work, *(each.work for each in first.shapes.values())]
+                holder = holder_of(first.job, programs, job, graph, buckets, batch)
             if holder is not None:
-                buckets = share_buckets(graph, holder.work.buckets, buckets)
-                settings = holder.work.settings
+                buckets = share_buckets(graph, holder.buckets, buckets)
+                settings = holder.settings
             else:
                 facts = optimizer or facts_of_optimizer(job, graph, buckets)
                 buckets = with_whole_parameters(buckets) if facts.whole else buckets
