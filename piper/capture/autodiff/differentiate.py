@@ -16,7 +16,7 @@ from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
-from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
+from piper.capture.trace.piece import Body, CapturedChunk
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.trace import Traced
@@ -65,14 +65,12 @@ class CodeCache:
         if not piece.segments:
             return self._traced(piece.body, trained, tangents, ways)
         joints: list[Joint] = []
-        wanted: set[SegmentOutput] = set()
-        for number, segment in reversed(list(enumerate(piece.segments))):
-            asked = {output for result, output in segment.returns.items() if result in tangents}
-            asked |= {value.output for value in wanted if value.segment == number}
-            own = [trained[position] for position in segment.params]
-            joint = self._traced(segment.body, own, sorted(asked), 1)
-            read = (segment.inputs[i] for i in joint.grad_inputs)
-            wanted |= {source for source in read if isinstance(source, SegmentOutput)}
+        wanted = {piece.makes[index] for index in tangents}  # values whose gradient is asked for
+        is_trained = dict(zip(piece.reads[1], trained, strict=True))
+        for segment in reversed(piece.segments):
+            asked = [index for index, node in enumerate(segment.makes) if node in wanted]
+            joint = self._traced(segment.body, [is_trained[node] for node in segment.reads[1]], asked, 1)
+            wanted.update(segment.reads[0][index] for index in joint.grad_inputs)
             joints.append(joint)
         return Composer(piece, joints[::-1], tangents).run()
 
