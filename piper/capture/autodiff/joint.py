@@ -49,7 +49,6 @@ def trace_joint(
     body: Body,
     trained: Sequence[bool],
     tangents: Sequence[int],
-    ways: int,
     device: torch.device,
     *,
     decompose: bool = False,  # into what Inductor compiles, so that a partition sees what it will fuse
@@ -67,7 +66,7 @@ def trace_joint(
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
             rows = unknown_rows(shapes) if body.experts else None
-            fakes = _fakes(body, trained, ways, mode, device, rows)
+            fakes = _fakes(body, trained, mode, device, rows)
             table = {**decompositions()} if decompose else {torch.ops.aten.copy.default: _copied}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
             traced = exported.graph_module
@@ -137,29 +136,26 @@ def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
 def _fakes(
     body: Body,
     trained: Sequence[bool],
-    ways: int,
     mode: FakeTensorMode,
     device: torch.device,
-    rows: torch.SymInt | None,
+    rows: torch.SymInt | None,  # of an expert region
 ) -> tuple[Tensor, ...]:
-    """Stand-ins for what the body reads, all dense; in an expert region the part of one of `ways` devices."""
+    """Stand-ins for what the body reads, all dense."""
 
-    def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
+    def fake(like: Tensor, grad: bool, *first: int | torch.SymInt) -> Tensor:
         shape = [*first, *(int(size) for size in like.shape[len(first) :])]
         where = like.device if like.device.type == "cpu" else device  # some numbers are the host's
         return torch.empty(shape, dtype=like.dtype, device=where).requires_grad_(grad)
 
+    first: list[tuple[int | torch.SymInt, ...]] = [()] * len(body.inputs)
+    if rows is not None and body.experts is not None:
+        first = [(body.experts.total if counts else rows,) for counts in body.experts.counts]
     state = [*zip(body.params, trained, strict=True), *((buffer, False) for buffer in body.buffers)]
-    inputs = [(tensor, tensor.requires_grad) for tensor in body.inputs]
     with mode:
-        if rows is None or body.experts is None:
-            return tuple(fake((), tensor, grad) for tensor, grad in (*inputs, *state))
-        local, counts = body.experts.total // ways, body.experts.counts  # or the rows, or their counts
-        routed = [
-            fake([local if counted else rows], tensor, grad)
-            for (tensor, grad), counted in zip(inputs, counts, strict=True)
+        inputs = [
+            fake(tensor, tensor.requires_grad, *n) for tensor, n in zip(body.inputs, first, strict=True)
         ]
-        return (*routed, *(fake([tensor.shape[0] // ways], tensor, grad) for tensor, grad in state))
+        return (*inputs, *(fake(tensor, grad) for tensor, grad in state))
 
 
 def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Joint:
