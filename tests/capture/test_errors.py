@@ -378,6 +378,11 @@ def test_a_tensor_that_is_no_buffer() -> None:
         "  hint:   make it known: self.register_buffer(name, tensor, persistent=False); "
         "outside the class: model.register_buffer('scale', vars(model).pop('scale'), persistent=False)",
     )
+    message = refusal(model=lambda: nn.Sequential(nn.Linear(16, 16), Hidden()))
+    assert "  tensor: 1.scale\n" in message
+    assert (
+        "class: model[1].register_buffer('scale', vars(model[1]).pop('scale'), persistent=False)" in message
+    )
 
 
 def test_a_buffer_that_is_replaced() -> None:

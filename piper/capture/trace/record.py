@@ -264,7 +264,8 @@ class _GraphCopier:
             held = ((path, name) for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
             owner, name = next(held, ("", str(node.target)))
             if owner:  # the class of which may not be the user's
-                register = f"{owner}.register_buffer({name!r}, vars({owner}).pop({name!r}), persistent=False)"
+                code = re.sub(r"\.(\d+)", r"[\1]", owner)  # model.layers.0 is no Python
+                register = f"{code}.register_buffer({name!r}, vars({code}).pop({name!r}), persistent=False)"
                 hint += f"; outside the class: {register}"
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
