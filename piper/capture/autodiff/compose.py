@@ -88,9 +88,9 @@ class Composer:
 
     def _forward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         given = zip(segment.reads, (joint.inputs, joint.params, joint.buffers), strict=True)
-        for recorded, placeholders in given:
+        for reads, placeholders in given:
             for position, node in placeholders.items():
-                self._bind(number, node, self.values[recorded[position]])
+                self._bind(number, node, self.values[reads[position]])
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)

@@ -193,12 +193,10 @@ class _Differentiator:
 
     def __init__(self, traced: Traced, options: Mapping[str, CodeOptions], known: CodeCache) -> None:
         self.traced, self.known = traced, known
-        self.options = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in traced.outline.chunks}
+        self.options = _options_by_chunk(traced.outline, options)
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
-        self.routed = _options_of_experts(traced.outline, self.options)
-        self.own_rows = {chunk.name for chunk in traced.outline.chunks if chunk.own_rows}
-        self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
+        self.routes = {chunk.name: chunk for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
 
     def run(self) -> Captured:
@@ -222,13 +220,13 @@ class _Differentiator:
 
     def _on_one_device(self, chunk: Chunk) -> Chunk:
         """Return the chunk on one of the devices that share its experts, with the counts of those only."""
-        options = self.routed.get(chunk.name, CodeOptions())
+        options = self.options[chunk.name]
         if chunk.kind == "route":
             rows, counts = chunk.outputs
             return replace(chunk, outputs=(_received(rows, options), _fewer(counts, options)))
         specs = (
             _fewer(spec, options)
-            if isinstance(source, Output) and (source.chunk, source.index) in self.counts
+            if isinstance(source, Output) and source.chunk in self.routes and source.index == 1
             else _received(spec, options)
             for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
         )
@@ -260,9 +258,8 @@ class _Differentiator:
     def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
         """Refuse experts whose results depend on which rows and experts their device has, once if equal."""
         assert piece.body is not None, "experts have code"
-        own_rows = any(
-            isinstance(each, Output) and each.chunk in self.own_rows for each in piece.chunk.inputs
-        )
+        routes = {each.chunk for each in piece.chunk.inputs if isinstance(each, Output)} & self.routes.keys()
+        own_rows = any(self.routes[name].own_rows for name in routes)
         if experts.ways == 1 and not own_rows:
             return
         apart = own_rows or experts.clones > 0 or experts.capacity is not None
@@ -273,22 +270,21 @@ class _Differentiator:
             self.known.checked.add(key)
 
 
-def _options_of_experts(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
-    """Return the options of each expert chunk, and for its markers those of the experts between them."""
-    routed: dict[str, CodeOptions] = {}
+def _options_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
+    """Return the options of each chunk: markers have those of the experts between them."""
+    by_chunk = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in outline.chunks}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
-            routed[chunk.name] = options[chunk.name]
-            _check_experts(outline, chunk, options[chunk.name].ways)
+            _check_experts(outline, chunk, by_chunk[chunk.name].ways)
             for source in chunk.inputs:
                 assert isinstance(source, Output)
-                routed[source.chunk] = routed[chunk.name]
+                by_chunk[source.chunk] = by_chunk[chunk.name]
     for chunk in outline.chunks:
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
             assert isinstance(route, Output)
-            routed[chunk.name] = routed.get(route.chunk, CodeOptions())
-    return routed
+            by_chunk[chunk.name] = by_chunk[route.chunk]
+    return by_chunk
 
 
 def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:

@@ -79,7 +79,12 @@ def trace_joint(
     if any(node.target in REWRITTEN for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
-    return _described(traced, body, _sizes(body, rows))
+    sizes = SymbolicSizes()
+    if rows is not None and body.experts is not None:
+        if not rows.node.expr.is_symbol:
+            raise UntraceableError("it works for one number of rows only")
+        sizes = SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
+    return _described(traced, body, sizes)
 
 
 def _copied(place: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
@@ -108,15 +113,6 @@ def _correct(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
         node.target = torch.ops.aten.zeros.default
         node.meta["val"] = node.meta["val"].clone()
-
-
-def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:
-    """Return how to read the sizes of a trace. Refuse one that holds only for the rows it was made with."""
-    if rows is None or body.experts is None:
-        return SymbolicSizes()
-    if not rows.node.expr.is_symbol:
-        raise UntraceableError("it works for one number of rows only")
-    return SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
 
 
 def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
