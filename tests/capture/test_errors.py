@@ -397,6 +397,17 @@ def test_a_buffer_that_is_replaced() -> None:
     )
 
 
+def test_a_buffer_that_is_removed() -> None:
+    class Once(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.b(x) + self.n
+            self.n = None
+            return y
+
+    model = lambda: nn.Sequential(nn.Linear(16, 16), Once())  # noqa: E731
+    assert refusal(model=model).startswith("model: the forward replaces a buffer or parameter\n  module: 1\n")
+
+
 def test_a_buffer_that_is_replaced_beside_parameters_that_are_put_back() -> None:
     def loss(model: Small, batch: dict[str, Tensor]) -> Tensor:
         y: Tensor = torch.func.functional_call(model, dict(model.named_parameters()), (batch["x"],))

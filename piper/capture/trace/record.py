@@ -40,6 +40,8 @@ from piper.process.flex_on_host import flex_gradients_on_host
 
 log = logging.getLogger("piper")
 _LATER_CALLS = 2  # traced at most: the second may find tables that the first made, no later one makes more
+# A module's buffers or parameters, or one of these, as Dynamo names what it found
+_STATE = re.compile(r"L\['self'\]((?:\._modules\['[^']+'\])+)\.(?:__dict__\[')?_(?:buffers|parameters)\b")
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -61,7 +63,7 @@ def record(
 ) -> Recording:
     """Trace `loss(model, batch)`, all of it, into one graph. forward_only: nothing is trained."""
     step = LossModule(model, loss)
-    with quiet() as warned, entered_regions() as entered:
+    with quiet(), entered_regions() as entered:
         try:
             call = _traced_call(step, batch)
         except CaptureError:
@@ -70,7 +72,7 @@ def record(
             if without_result(error):
                 raise not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
-        _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
+        _check_replaced(model, call.left.values())
         captured = call.module
         returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
@@ -146,19 +148,14 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
     return None
 
 
-def _check_side_effects(model: nn.Module, warnings: Iterable[str], left: Mapping[Place, Left]) -> None:
+def _check_replaced(model: nn.Module, left: Iterable[Left]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
-    # `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for named in re.finditer(
-        r"((?:\._modules\['[^']+'\])+)\.(_buffers|_parameters)\b(\[)?", "\n".join(warnings)
-    ):
-        path = ".".join(re.findall(r"'([^']+)'", named[1])[1:])
-        module = modules.get(path)
-        if isinstance(module, _SpectralNorm):
+    # What is put back, as `torch.func.functional_call` does it, is not left behind.
+    for each in left:
+        held = _STATE.match(each.source)
+        path = ".".join(re.findall(r"'([^']+)'", held[1])[1:]) if held else ""
+        if held is None or isinstance(model.get_submodule(path), _SpectralNorm):
             continue  # it writes into its buffers through `out=`, and assigns each to itself
-        if module is not None and not named[3] and (id(getattr(module, named[2])), None) not in left:
-            continue
         raise CaptureError(
             "the forward replaces a buffer or parameter",
             by="model",
