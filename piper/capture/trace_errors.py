@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(record=True, action="ignore"):  # recorded: torch resets filters
             yield
     finally:
         logging.disable(before)

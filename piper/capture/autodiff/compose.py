@@ -5,6 +5,7 @@ where several segments give a gradient for one value these are added in the orde
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -27,7 +28,7 @@ class Composer:
         self.graph, self.root = fx.Graph(), nn.Module()
         self.fresh = itertools.count()  # memory that nothing else uses
         self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in joints]  # of each segment's nodes
-        self.moves: list[dict[int, int]] = [{} for _ in joints]  # of each segment's memory
+        self.moves = [defaultdict[int, int](self.fresh.__next__) for _ in joints]  # of each segment's memory
         self.outputs: dict[fx.Node, fx.Node] = {}
         self.mutated: dict[fx.Node, fx.Node] = {}
         self.grads: dict[fx.Node, fx.Node] = {}
@@ -80,9 +81,6 @@ class Composer:
             copy.target = f"{node.target}_{number}"
             setattr(self.root, copy.target, getattr(self.joints[number].root, str(node.target)))
         copy.meta = {key: node.meta[key] for key in ("val", "partitioner_tag") if key in node.meta}
-        for memory in memories(node):
-            if memory not in moves:
-                moves[memory] = next(self.fresh)
         move_to(copy, tuple(moves[memory] for memory in memories(node)))
         copies[node] = copy
 
