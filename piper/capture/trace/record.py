@@ -12,7 +12,6 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.fx.node import Argument
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper import errors
 from piper.capture.quirks.causal_masks import masks_as_given
@@ -72,7 +71,7 @@ def record(
             if without_result(error):
                 raise not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
-        _check_replaced(model, call.left.values())
+        _check_replaced(call.left.values())
         captured = call.module
         returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
@@ -148,20 +147,18 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
     return None
 
 
-def _check_replaced(model: nn.Module, left: Iterable[Left]) -> None:
+def _check_replaced(left: Iterable[Left]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
     # What is put back, as `torch.func.functional_call` does it, is not left behind.
     for each in left:
-        held = _STATE.match(each.source)
-        path = ".".join(re.findall(r"'([^']+)'", held[1])[1:]) if held else ""
-        if held is None or isinstance(model.get_submodule(path), _SpectralNorm):
-            continue  # it writes into its buffers through `out=`, and assigns each to itself
-        raise CaptureError(
-            "the forward replaces a buffer or parameter",
-            by="model",
-            facts={"module": path or "the model itself"},
-            hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
-        )
+        if held := _STATE.match(each.source):
+            path = re.findall(r"'([^']+)'", held[1])[1:]
+            raise CaptureError(
+                "the forward replaces a buffer or parameter",
+                by="model",
+                facts={"module": ".".join(path) or "the model itself"},
+                hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+            )
 
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
