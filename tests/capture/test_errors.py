@@ -401,7 +401,7 @@ def test_a_buffer_that_is_removed() -> None:
     class Once(Small):
         def forward(self, x: Tensor) -> Tensor:
             y = self.b(x) + self.n
-            self.n = None
+            self.n = None  # type: ignore[assignment]
             return y
 
     model = lambda: nn.Sequential(nn.Linear(16, 16), Once())  # noqa: E731
