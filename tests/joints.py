@@ -214,19 +214,18 @@ class SharedJoints:
         body: Body,
         trained: Sequence[bool],
         tangents: Sequence[int],
-        ways: int,
         device: torch.device,
         *,
         decompose: bool = False,
     ) -> Joint:
         """Return the trace of a chunk, as `trace_joint` makes it."""
         lines = tuple(str(node.meta.get("stack_trace")) for node in body.graph.nodes)
-        asked = (structural_key(body, trained, tangents, ways, device), decompose, settings())
+        asked = (structural_key(body, trained, tangents, device), decompose, settings())
         key = (asked, lines)
         if key not in self.known:
 
             def trace() -> Joint:
-                return trace_joint(body, trained, tangents, ways, device, decompose=decompose)
+                return trace_joint(body, trained, tangents, device, decompose=decompose)
 
             stored = None if decompose else self.stored
             self.known[key] = trace() if stored is None else stored.find(body, asked, lines, trace)

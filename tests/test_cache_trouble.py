@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import piper
 from piper.capture.compile.cache import Cache, CacheEntry, usable_cache
 from piper.cli import main
 from tests.bad_recipes import TEXT
+from tests.zoo import case
 
 CODE = CacheEntry(artifact=b"code", files={})
 
@@ -40,6 +42,17 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
     assert cache.folder.is_dir() and tmp_path not in cache.folder.parents
     cache.keep("abcd", CODE)
     assert cache.find("abcd") == CODE
+
+
+def test_programs_of_one_job_share_what_replaces_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    mlp = case("mlp")
+    job = piper.Job(model=mlp.model, loss=mlp.loss, data=lambda: [mlp.batch(8, 0)], strategy=[])
+    with pytest.warns(UserWarning, match="cannot be written") as warned:
+        program = piper.compile(job, device="cpu", compile=True, cache=tmp_path / "file" / "cache")
+        evaluation = program.evaluation(mlp.batch(8, 0))
+    assert len(warned) == 1 and evaluation.cache == program.cache
+    assert {code.cache for code in evaluation.codes.values()} == {program.cache}
 
 
 @pytest.mark.slow

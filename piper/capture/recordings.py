@@ -8,7 +8,6 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +149,6 @@ class Capturing:
     batch: Mapping[str, Tensor]
     recordings: Recordings
     cache: Cache | None = None  # stores compiled code; None: code is not compiled
-    folder: Path | None = None  # of the cache that was asked for
     servers: CompileServers = field(default_factory=CompileServers)
 
     @property

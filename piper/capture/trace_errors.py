@@ -52,14 +52,13 @@ _FAILED_LOOKUP = re.compile(
 
 
 @contextmanager
-def quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Hide torch's logs and warnings about a trace. Yield the list that collects the warnings."""
+def quiet() -> Iterator[None]:
+    """Hide torch's logs and warnings about a trace."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield caught
+        with warnings.catch_warnings(record=True, action="ignore"):  # recorded: torch resets filters
+            yield
     finally:
         logging.disable(before)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.compile.cache import CACHE, usable_cache
+from piper.capture.compile.cache import CACHE, Cache, usable_cache
 from piper.capture.precision.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.shard.request import Request
@@ -73,7 +73,7 @@ class Program:
     recordings: Recordings  # of the model; other strategies use them again: compile(job, captured=program)
     device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
     warnings: tuple[str, ...] = ()  # what the user may not have meant
-    cache: Path | None = None  # of compiled code. None: chunks run operation by operation
+    cache: Cache | None = None  # of compiled code. None: chunks run operation by operation
     shapes: dict[Shapes, "Program"] = field(default_factory=dict, repr=False, compare=False)  # see `shaped`
 
     @property
@@ -114,7 +114,7 @@ class Program:
     def _repr_html_(self) -> str:
         from piper.compiler.notebook import table_of
 
-        return table_of(self)
+        return table_of(self, self.work)
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
@@ -127,7 +127,7 @@ class Program:
         """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
         from piper.compiler.notebook import page_of
 
-        return page_of(self, cluster)
+        return page_of(self, self.work, cluster)
 
     def evaluation(self, batch: Batch, forward: Forward | None = None) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
@@ -140,7 +140,7 @@ class Program:
         loss = loss if forward is None else Prediction(forward)
         compiled = self.cache is not None
         recordings = new_recordings(job, self.device, batch, loss, compiled=compiled, forward_only=True)
-        return build(job, capturing_with(batch, recordings, self.cache), trained=self)
+        return build(job, Capturing(batch=batch, recordings=recordings, cache=self.cache), trained=self)
 
     def shaped(self, batch: Batch) -> "Program":
         """Return the program that trains on batches like `batch`; compile and prove it if it is not known.
@@ -157,7 +157,8 @@ class Program:
         fresh = new_recordings(self.job, self.device, rows, loss, compiled=self.cache is not None)
         known = (program.recordings for program in (self, *self.shapes.values()))
         recordings = next((one for one in known if one.fields == fresh.fields), fresh)
-        program = build(job_for(self.job, rows), capturing_with(rows, recordings, self.cache), first=self)
+        capturing = Capturing(batch=rows, recordings=recordings, cache=self.cache)
+        program = build(job_for(self.job, rows), capturing, first=self)
         check_same_state(self, program, rows)
         self.shapes[key] = program
         return program
@@ -188,7 +189,8 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     batch = first_batch(job)
     job = job_for(job, batch)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
-    program = build(job, capturing_with(batch, known, Path(cache) if compile else None))
+    usable = usable_cache(Path(cache)) if compile else None
+    program = build(job, Capturing(batch=batch, recordings=known, cache=usable))
     for rows in bucket_batches(batch, job.buckets):
         program.shaped(rows)
     return program
@@ -225,15 +227,18 @@ def build(
         codes, outline = capture_slices(graph, samples, capturing, requests)
         graph = replace(graph, outline=outline)
         if trained is not None:
-            graph = reads_state_of(trained, graph)
+            graph = reads_state_of(trained.graph, trained.plans.buckets, graph)
             buckets = share_buckets(graph, trained.work.buckets)
             settings = replace(trained.work.settings, clip=False, whole=False, trains=False)
         else:
             buckets = make_buckets(graph)
-            holder = None if first is None else holder_of(first, job, graph, buckets, batch)
+            holder = None
+            if first is not None:
+                programs = [first.work, *(each.work for each in first.shapes.values())]
+                holder = holder_of(first.job, programs, job, graph, buckets, batch)
             if holder is not None:
-                buckets = share_buckets(graph, holder.work.buckets, buckets)
-                settings = holder.work.settings
+                buckets = share_buckets(graph, holder.buckets, buckets)
+                settings = holder.settings
             else:
                 facts = optimizer or facts_of_optimizer(job, graph, buckets)
                 buckets = with_whole_parameters(buckets) if facts.whole else buckets
@@ -253,7 +258,7 @@ def build(
         recordings=capturing.recordings,
         device=capturing.recordings.device,
         warnings=() if trained is not None else (*uneven_slices(traced, work.graph, samples), *unheeded),
-        cache=capturing.folder,
+        cache=capturing.cache,
     )
 
 
@@ -304,12 +309,6 @@ def new_recordings(
         fields=fields_of(batch),
         forward_only=forward_only,
     )
-
-
-def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) -> Capturing:
-    """Return what captures a model for a batch. folder: the cache of compiled code. None: no cache."""
-    cache = None if folder is None else usable_cache(folder)
-    return Capturing(batch=batch, recordings=recordings, cache=cache, folder=folder)
 
 
 def first_batch(job: Job) -> Batch:

@@ -3,22 +3,20 @@
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from piper.ir.devices import show
 from piper.ir.format import count, size
 from piper.job import strategy_of
+from piper.lower.state import LoweringState
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.process.files import write_output
+from piper.runtime.setup import ProgramLike
 from piper.simulate.measured import prices_of
 from piper.view.cells import of_plans, stage_tags
 from piper.view.provenance import Provenance, StrategyLine, subject_from
 from piper.view.report import MARK, page
 from piper.view.svg import grid
-
-if TYPE_CHECKING:
-    from piper.compiler.build import Program
 
 HEIGHT = 900  # pixels of a page in a notebook
 COLUMNS = ("devices", "instructions", "sent", "peak")
@@ -43,7 +41,7 @@ class Page:
         return f'<iframe srcdoc="{text}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
 
-def line_of(program: "Program") -> str:
+def line_of(program: ProgramLike) -> str:
     """Return a program in one line."""
     plans = program.plans
     peak = max(timeline(plan).peak for plan in plans)
@@ -55,7 +53,7 @@ def line_of(program: "Program") -> str:
     )
 
 
-def table_of(program: "Program") -> str:
+def table_of(program: ProgramLike, work: LoweringState) -> str:
     """Return a program as HTML: what each device runs, sends and holds, and the pipeline."""
     rows = []
     for plan in program.plans:
@@ -63,29 +61,29 @@ def table_of(program: "Program") -> str:
         cells = (show(plan.devices), str(len(plan.instrs)), size(sent), size(timeline(plan).peak))
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    orderings = program.graph.orderings
+    orderings = work.graph.orderings
     drawn = grid(of_plans(program.plans, stage_tags(program.outline, orderings), "Pipeline", orderings))
     title = escape(line_of(program))
     return f"<div><p>{title}</p><table><tr>{head}</tr>{''.join(rows)}</table>{drawn}</div>"
 
 
-def page_of(program: "Program", cluster: str | Path | None = None) -> Page:
+def page_of(program: ProgramLike, work: LoweringState, cluster: str | Path | None = None) -> Page:
     """Return the page of a program: its pipeline, streams, memory, dependencies and strategy."""
-    subject = subject_from(provenance_of(program, "program"), program.plans, prices_of(cluster, None))
-    return Page(html=page(subject))
+    provenance = provenance_of(program, work, "program")
+    return Page(html=page(subject_from(provenance, program.plans, prices_of(cluster, None))))
 
 
-def provenance_of(program: "Program", title: str) -> Provenance:
+def provenance_of(program: ProgramLike, work: LoweringState, title: str) -> Provenance:
     """Return the model, directives and costs of a program."""
     return Provenance(
         title=title,
         outline=program.outline,
-        orderings=program.graph.orderings,
+        orderings=work.graph.orderings,
         strategy=tuple(
             StrategyLine(title=directive.title(number), text=repr(directive), source=directive.source)
             for number, directive in enumerate(strategy_of(program.job))
         ),
-        origins={node.name: node.origin for node in program.work.sequence},
-        temporal=program.work.temporal,
+        origins={node.name: node.origin for node in work.sequence},
+        temporal=work.temporal,
         device=program.device,
     )

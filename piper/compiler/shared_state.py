@@ -1,7 +1,7 @@
 """Fits other programs of a job, for evaluation or for batches of other sizes, to the state of the first."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from piper.checkpoint.moves import moves_between
 from piper.errors import CaptureError, ScheduleError
@@ -11,19 +11,18 @@ from piper.ir.graph import Graph
 from piper.job import Batch, Job, limit_of
 from piper.lower.buckets import ProgramBuckets
 from piper.lower.shared_buckets import held_otherwise
+from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Slot
 from piper.runtime.batch import COUNTS
-
-if TYPE_CHECKING:
-    from piper.compiler.build import Program
+from piper.runtime.setup import ProgramLike
 
 
-def reads_state_of(program: "Program", graph: Graph) -> Graph:
+def reads_state_of(trained: Graph, buckets: Mapping[str, Bucket], graph: Graph) -> Graph:
     """Return a forward that reads parameters and buffers where the program that trains them has them."""
-    before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
+    before, placed = (devices_of_chunks(each) for each in (trained, graph))
     buffers: dict[str, set[int]] = {}
-    for chunk in program.outline.chunks:
+    for chunk in trained.outline.chunks:
         for name in chunk.buffers:
             buffers.setdefault(name, set()).update(before[chunk.name])
     for chunk in graph.outline.chunks:
@@ -38,9 +37,8 @@ def reads_state_of(program: "Program", graph: Graph) -> Graph:
                     },
                     hint="place the regions that share the buffer on the same devices",
                 )
-    trained_names = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
     used = {name for chunk in graph.outline.chunks for name in chunk.params}
-    if unknown := used - trained_names:
+    if unknown := used - {piece.name for bucket in buckets.values() for piece in bucket.pieces}:
         raise CaptureError(
             f"the model uses {min(unknown)} in eval mode only",
             by="model",
@@ -48,11 +46,10 @@ def reads_state_of(program: "Program", graph: Graph) -> Graph:
             hint="make it a buffer, or let the forward use it in both modes",
         )
     parameters = {parameter.name: parameter for parameter in graph.outline.parameters}
-    trained = program.outline.parameters
-    for parameter in trained:
+    for parameter in trained.outline.parameters:
         if parameter.name in used:  # others lie nowhere in the program of the forward
             assert layout_of(parameter) == layout_of(parameters[parameter.name]), parameter.name
-    frozen = tuple(replace(parameter, trainable=False) for parameter in trained)
+    frozen = tuple(replace(parameter, trainable=False) for parameter in trained.outline.parameters)
     return replace(graph, outline=replace(graph.outline, parameters=frozen))
 
 
@@ -71,29 +68,33 @@ def layout_of(parameter: Parameter) -> object:
 
 
 def holder_of(
-    program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch
-) -> "Program | None":
-    """Return the program whose buckets another one trains too. None: there is none, and the state moves."""
-    here, there = program.outline.reached, graph.outline.reached
+    first: Job, programs: Sequence[LoweringState], job: Job, graph: Graph, own: ProgramBuckets, batch: Batch
+) -> LoweringState | None:
+    """Return the program whose buckets another one trains too. None: there is none, and the state moves.
+
+    programs: that of the job `first`, then those for batches of other sizes.
+    """
+    earlier = programs[0]
+    here, there = earlier.graph.outline.reached, graph.outline.reached
     if apart := sorted(here ^ there):
         raise another_model(batch, "parameters", f"{apart[0]} is trained only for one of them")
-    same_strategy = limit_of(program.job) == limit_of(job)
-    if not same_strategy and (graph.averaging or program.graph.averaging):
-        raise other_layout(program.job, job, "groups that train apart", ("one strategy", "another one"))
-    for known in (program, *program.shapes.values()):
-        if next(held_otherwise(own.read, known.work.buckets), None) is None:
+    same_strategy = limit_of(first) == limit_of(job)
+    if not same_strategy and (graph.averaging or earlier.graph.averaging):
+        raise other_layout(first, job, "groups that train apart", ("one strategy", "another one"))
+    for known in programs:
+        if next(held_otherwise(own.read, known.buckets), None) is None:
             return known
-    for name, its, ours in held_otherwise(own.read, program.work.buckets):
+    for name, its, ours in held_otherwise(own.read, earlier.buckets):
         if same_strategy or ours is None or its is None:
             which = "lies otherwise" if ours and its else "is used only"
             raise another_model(batch, "parameters", f"{name} {which} for one of them")
         kinds = {(bucket.dtype, bucket.trainable, bucket.clones) for bucket in (ours, its)}
         if len(kinds) > 1 or ours.clones:  # it cannot move
-            raise other_layout(program.job, job, name, (described(ours), described(its)))
+            raise other_layout(first, job, name, (described(ours), described(its)))
     return None
 
 
-def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
+def check_same_state(program: ProgramLike, other: ProgramLike, batch: Batch) -> None:
     """Refuse a program that needs other buffers than the first one, or keeps state elsewhere, on a device."""
     moves = not other.plans.lie_in(program.plans)
     if moves and program.plans.devices != other.plans.devices:
@@ -119,7 +120,7 @@ def check_same_state(program: "Program", other: "Program", batch: Batch) -> None
             raise other_layout(program.job, other.job, what, (str(copied(ours)), str(copied(its))))
 
 
-def check_same_buffers(program: "Program", other: "Program", device: int, batch: Batch) -> None:
+def check_same_buffers(program: ProgramLike, other: ProgramLike, device: int, batch: Batch) -> None:
     """Refuse a buffer that steps write and that a device has in one of two programs only."""
     before, written = (
         {name for chunk in one.outline.chunks for name in chunk.mutated} for one in (program, other)

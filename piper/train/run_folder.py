@@ -142,7 +142,7 @@ def background_of(program: Program, recipe: str) -> Provenance:
     """Return the model, directives and costs of a program, and the text of its recipe."""
     file, function = file_and_function(recipe)
     return replace(
-        provenance_of(program, f"{Path(file).name}:{function}"),
+        provenance_of(program, program.work, f"{Path(file).name}:{function}"),
         source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
         source_name=Path(file).name,
     )

@@ -102,8 +102,8 @@ def sizes_of(program: Program, fewest: int, most: int) -> ElasticRange:
         if devices == most:
             return program
         job = replace(program.job, strategy=directives_for(program.job, devices), elastic=None)
-        cache, compiled = program.cache or CACHE, program.cache is not None
-        return compile(job, device=program.device, compile=compiled, cache=cache, captured=program)
+        folder, compiled = (CACHE, False) if program.cache is None else (program.cache.folder, True)
+        return compile(job, device=program.device, compile=compiled, cache=folder, captured=program)
 
     return ElasticRange(fewest=fewest, most=most, program=sized)
 

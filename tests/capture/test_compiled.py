@@ -255,7 +255,9 @@ def test_a_damaged_entry_is_made_again(made: Made) -> None:
     again = captured(made.folder)
     (chunk,) = (chunk for chunk in again.outline.chunks if chunk.kind == "expert")
     given = expert_arguments(5)
-    assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
+    with pytest.warns(UserWarning, match="is damaged: the code is compiled again") as warned:
+        assert torch.equal(again.phase(chunk.key, "F")(*given)[0], before(*given)[0])
+    assert len(warned) == 1
     assert any(Cache(folder=made.folder).find(path.name) is not None for path in entries)
 
 

@@ -378,6 +378,11 @@ def test_a_tensor_that_is_no_buffer() -> None:
         "  hint:   make it known: self.register_buffer(name, tensor, persistent=False); "
         "outside the class: model.register_buffer('scale', vars(model).pop('scale'), persistent=False)",
     )
+    message = refusal(model=lambda: nn.Sequential(nn.Linear(16, 16), Hidden()))
+    assert "  tensor: 1.scale\n" in message
+    assert (
+        "class: model[1].register_buffer('scale', vars(model[1]).pop('scale'), persistent=False)" in message
+    )
 
 
 def test_a_buffer_that_is_replaced() -> None:
@@ -390,6 +395,17 @@ def test_a_buffer_that_is_replaced() -> None:
         "  module: the model itself",
         "  hint:   change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
     )
+
+
+def test_a_buffer_that_is_removed() -> None:
+    class Once(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.b(x) + self.n
+            self.n = None  # type: ignore[assignment]
+            return y
+
+    model = lambda: nn.Sequential(nn.Linear(16, 16), Once())  # noqa: E731
+    assert refusal(model=model).startswith("model: the forward replaces a buffer or parameter\n  module: 1\n")
 
 
 def test_a_buffer_that_is_replaced_beside_parameters_that_are_put_back() -> None:

@@ -194,6 +194,24 @@ def test_a_size_that_holds_for_all_experts_alone() -> None:
     assert "why:    it works for one number of rows or experts only: " in refusal(body)
 
 
+class Scaled(Worked):
+    """Experts whose results have one scale."""
+
+    def __init__(self) -> None:
+        super().__init__([lambda h, counts, w: biased(h, counts, w) * self.scale])
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+def test_a_parameter_that_is_one_number_where_a_device_has_all_experts() -> None:
+    batches = moving.batches(2)
+    with piper.launch(moving.program([], plain.sgd, model=Scaled), on="inline") as run:
+        losses = [run.step(batch).loss for batch in batches]
+        state = run.state_dict()
+    wanted = plain.train(Scaled, moving.loss, batches)
+    assert losses == pytest.approx(wanted.losses, abs=1e-9)
+    assert plain.largest_difference(wanted.state, state) < 1e-9
+
+
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_what_is_allowed_has_the_numbers_of_plain_pytorch(capacity: float | None) -> None:
     works = [*SINGLE_ROWS.values(), *(OF_ONE_EXPERT.values() if capacity is None else ())]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import cast
 
 import pytest
@@ -174,6 +175,19 @@ def test_a_server_ends_at_once_with_the_processes_it_has_started(tmp_path: Path)
     assert running.wait(10) == -signal.SIGTERM
     while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         time.sleep(0.05)  # the test has a time limit
+
+
+def test_servers_end_with_an_interpreter_that_begins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    servers = CompileServers()
+    mute(servers, "import time; time.sleep(60)")
+    (process,) = servers.processes
+    monkeypatch.setattr(Thread, "start", refuse)
+    servers.close()
+    with process:
+        assert process.wait(10) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("layers", "filled", "started"), [(3, False, 0), (40, False, 1), (40, True, 0)])

@@ -6,6 +6,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from piper.capture.compile.cache import Cache
 from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
 from piper.compiler import build
@@ -32,15 +33,15 @@ def short_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let compilations trace few of a model's equal layers: `tests/capture/test_short.py` compares the outlines."""
     known: dict[int, Capturing] = {}
 
-    def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) -> Capturing:
-        assert folder is None
+    def short_or_known(batch: Batch, recordings: Recordings, cache: Cache | None = None) -> Capturing:
+        assert cache is None
         if id(recordings) not in known:
             short = short_capturing(Capturing(batch=batch, recordings=recordings), 1)
             assert short.recordings is not recordings, "all layers would be traced"
             known[id(recordings)] = known[id(short.recordings)] = short
         return known[id(recordings)]
 
-    monkeypatch.setattr(build, "capturing_with", capturing_with)
+    monkeypatch.setattr(build, "Capturing", short_or_known)
 
 
 @names

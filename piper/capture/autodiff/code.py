@@ -194,10 +194,10 @@ class EagerCode:
     """
 
     def __init__(
-        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int, why: str
+        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], why: str
     ) -> None:
         assert piece.body is not None
-        self.piece, self.body, self.why = piece, piece.body, why
+        self.body, self.why = piece.body, why
         self.tangents = tuple(tangents)
         self.mutated = [piece.chunk.buffers.index(name) for name in piece.chunk.mutated]
         results = next(iter(reversed(self.body.graph.nodes))).args[0]
@@ -210,9 +210,7 @@ class EagerCode:
         self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
         self.trains = bool(self.tangents and (self.grad_inputs or self.grad_params))
         params = (self.body.params[i] for i in self.grad_params if self.trains)
-        # A device has its part of what has an entry for each expert.
-        own = (param if ways == 1 else param.narrow(0, 0, len(param) // ways) for param in params)
-        self.carried = tuple(map(SymbolicSizes().spec, own))
+        self.carried = tuple(map(SymbolicSizes().spec, params))
 
     def complete(self, chunk: Chunk) -> Chunk:
         forward = PhaseSpec(

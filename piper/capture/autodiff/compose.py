@@ -5,8 +5,8 @@ where several segments give a gradient for one value these are added in the orde
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,35 +14,29 @@ from torch import Tensor, fx, nn
 from piper.capture.autodiff.joint import Joint
 from piper.capture.autodiff.partition import backward_nodes
 from piper.capture.cost.aliases import memories, move_to
-from piper.capture.trace.piece import CapturedChunk, Segment, SegmentOutput
+from piper.capture.trace.piece import CapturedChunk, Segment
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
-_Key = TypeVar("_Key")
 
 
 class Composer:
-    """Writes the joint graph of a chunk, segment by segment."""
+    """Writes the joint graph of a chunk, segment by segment. Values go by their nodes of the recording."""
 
     def __init__(self, piece: CapturedChunk, joints: Sequence[Joint], tangents: Sequence[int]) -> None:
         self.piece, self.joints = piece, joints
-        self.graph = fx.Graph()
-        self.root = nn.Module()
+        self.graph, self.root = fx.Graph(), nn.Module()
         self.fresh = itertools.count()  # memory that nothing else uses
         self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in joints]  # of each segment's nodes
-        self.moves: list[dict[int, int]] = [{} for _ in joints]  # of each segment's memory
-        self.between: dict[SegmentOutput, fx.Node] = {}
-        self.outputs: dict[int, fx.Node] = {}
-        self.mutated: dict[int, fx.Node] = {}
-        self.grads: dict[SegmentOutput, fx.Node] = {}
-        self.grad_inputs: dict[int, fx.Node] = {}
-        self.grad_params: dict[int, fx.Node] = {}
-        assert piece.body is not None
-        body = piece.body
-        self.inputs = self._placeholders("inputs", range(len(body.inputs)))
-        self.params = self._placeholders("params", range(len(body.params)))
-        self.buffers = self._placeholders("buffers", range(len(body.buffers)))
-        self.tangents = self._placeholders("tangents", tangents)
+        self.moves = [defaultdict[int, int](self.fresh.__next__) for _ in joints]  # of each segment's memory
+        self.outputs: dict[fx.Node, fx.Node] = {}
+        self.mutated: dict[fx.Node, fx.Node] = {}
+        self.grads: dict[fx.Node, fx.Node] = {}
+        self.values: dict[fx.Node, fx.Node] = {}  # that segments read: what the chunk reads, and results
+        for kind, nodes in zip(("inputs", "params", "buffers"), piece.reads, strict=True):
+            for position, node in enumerate(nodes):
+                self.values[node] = self.graph.placeholder(f"{kind}_{position}")
+        self.tangents = {piece.makes[i]: self.graph.placeholder(f"tangents_{i}") for i in tangents}
 
     def run(self) -> Joint:
         backward = [backward_nodes(joint) for joint in self.joints]
@@ -53,30 +47,32 @@ class Composer:
             if joint.tangents:
                 self._backward(number, segment, joint, backward[number])
         self.graph.output(())
+        (inputs, params, buffers), makes = self.piece.reads, self.piece.makes
         return Joint(
             graph=self.graph,
             root=self.root,
-            inputs=_bound(self.inputs),
-            params=_bound(self.params),
-            buffers=_bound(self.buffers),
-            tangents=_bound(self.tangents),
-            outputs=[self.outputs[index] for index in range(len(self.outputs))],
-            mutated=self.mutated,
-            grad_inputs=dict(sorted(self.grad_inputs.items())),
-            grad_params=dict(sorted(self.grad_params.items())),
+            inputs=_by_position(inputs, self.values),
+            params=_by_position(params, self.values),
+            buffers=_by_position(buffers, self.values),
+            tangents=_by_position(makes, self.tangents),
+            outputs=[self.outputs[node] for node in makes],
+            mutated=_by_position(buffers, self.mutated),
+            grad_inputs=_by_position(inputs, self.grads),
+            grad_params=_by_position(params, self.grads),
             sizes=SymbolicSizes(),
         )
 
-    def _placeholders(self, kind: str, positions: Iterable[int]) -> dict[int, fx.Node]:
-        return {position: self.graph.placeholder(f"{kind}_{position}") for position in positions}
-
     def _bind(self, number: int, node: fx.Node, actual: fx.Node) -> None:
         """Let a segment's placeholder stand for a value of the chunk."""
-        if "val" not in actual.meta:  # the chunk's own placeholder, at its first use
-            actual.meta = {"val": node.meta["val"]}
-            move_to(actual, (next(self.fresh),))
+        self._describe(actual, node)
         self.copies[number][node] = actual
         self.moves[number][memories(node)[0]] = memories(actual)[0]
+
+    def _describe(self, placeholder: fx.Node, like: fx.Node) -> None:
+        """Give a placeholder of the chunk, at its first use, a value and memory."""
+        if "val" not in placeholder.meta:
+            placeholder.meta = {"val": like.meta["val"]}
+            move_to(placeholder, (next(self.fresh),))
 
     def _copy(self, number: int, node: fx.Node) -> None:
         copies, moves = self.copies[number], self.moves[number]
@@ -85,62 +81,44 @@ class Composer:
             copy.target = f"{node.target}_{number}"
             setattr(self.root, copy.target, getattr(self.joints[number].root, str(node.target)))
         copy.meta = {key: node.meta[key] for key in ("val", "partitioner_tag") if key in node.meta}
-        for memory in memories(node):
-            if memory not in moves:
-                moves[memory] = next(self.fresh)
         move_to(copy, tuple(moves[memory] for memory in memories(node)))
         copies[node] = copy
 
     def _forward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
-        for position, node in joint.inputs.items():
-            source = segment.inputs[position]
-            actual = self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source]
-            self._bind(number, node, actual)
-        for position, node in joint.params.items():
-            self._bind(number, node, self.params[segment.params[position]])
-        for position, node in joint.buffers.items():
-            self._bind(number, node, self.buffers[segment.buffers[position]])
+        given = zip(segment.reads, (joint.inputs, joint.params, joint.buffers), strict=True)
+        for reads, placeholders in given:
+            for position, node in placeholders.items():
+                self._bind(number, node, self.values[reads[position]])
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)
         copies = self.copies[number]
-        for index, node in enumerate(joint.outputs):
-            self.between[SegmentOutput(segment=number, output=index)] = copies[_without_copy(node)]
-        for result, index in segment.returns.items():
-            self.outputs[result] = copies[joint.outputs[index]]
+        for recorded, node in zip(segment.makes, joint.outputs, strict=True):
+            self.values[recorded], self.outputs[recorded] = copies[_without_copy(node)], copies[node]
         for position, node in joint.mutated.items():
-            self.mutated[segment.buffers[position]] = copies[node]
+            self.mutated[segment.reads[2][position]] = copies[node]
 
     def _backward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for index, node in joint.tangents.items():
-            value = SegmentOutput(segment=number, output=index)
-            for result, output in segment.returns.items():
-                if output == index and result in self.tangents:
-                    tangent = self.tangents[result]
-                    tangent.meta = tangent.meta or {"val": node.meta["val"]}
-                    move_to(tangent, (next(self.fresh),))
-                    later = self.grads.pop(value, None)
-                    self._add(self.grads, value, tangent)
-                    if later is not None:
-                        self._add(self.grads, value, later)
+            value = segment.makes[index]
+            if tangent := self.tangents.get(value):  # that of the chunk comes before those of later segments
+                self._describe(tangent, node)
+                later = self.grads.get(value)
+                total = tangent if later is None else self._call(_aten.add.Tensor, (tangent, later), later)
+                self.grads[value] = total
             self._bind(number, node, self.grads[value])
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node in backward:
                 self._copy(number, node)
         for position, node in joint.grad_inputs.items():
-            source = segment.inputs[position]
-            grad = self._dense(self.copies[number][node])
-            if isinstance(source, SegmentOutput):
-                self._add(self.grads, source, grad)
-            else:
-                self._add(self.grad_inputs, source, grad)
+            self._add(segment.reads[0][position], self._dense(self.copies[number][node]))
         for position, node in joint.grad_params.items():
-            self._add(self.grad_params, segment.params[position], self.copies[number][node])
+            self._add(segment.reads[1][position], self.copies[number][node])
 
-    def _add(self, grads: dict[_Key, fx.Node], key: _Key, grad: fx.Node) -> None:
-        if key in grads:
-            grad = self._call(_aten.add.Tensor, (grads[key], grad), grad)
-        grads[key] = grad
+    def _add(self, value: fx.Node, grad: fx.Node) -> None:
+        if value in self.grads:
+            grad = self._call(_aten.add.Tensor, (self.grads[value], grad), grad)
+        self.grads[value] = grad
 
     def _dense(self, grad: fx.Node) -> fx.Node:
         """Return a gradient as a contiguous tensor, which is how the segment that takes it was traced."""
@@ -158,9 +136,9 @@ class Composer:
         return node
 
 
-def _bound(placeholders: Mapping[int, fx.Node]) -> dict[int, fx.Node]:
-    """Return the placeholders that some segment uses."""
-    return {position: node for position, node in placeholders.items() if "val" in node.meta}
+def _by_position(nodes: Sequence[fx.Node], found: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
+    """Return what was found for nodes, by position, without placeholders that no segment uses."""
+    return {i: found[node] for i, node in enumerate(nodes) if node in found and "val" in found[node].meta}
 
 
 def _without_copy(node: fx.Node) -> fx.Node:

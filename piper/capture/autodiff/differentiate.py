@@ -16,7 +16,7 @@ from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
-from piper.capture.trace.piece import Body, CapturedChunk, SegmentOutput
+from piper.capture.trace.piece import Body, CapturedChunk
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.trace import Traced
@@ -45,45 +45,38 @@ class CodeCache:
     ) -> tuple[str, Code]:
         """Return the key and the code of a piece. Trace it if no equal piece has been traced."""
         assert piece.body is not None, "a marker has no code"
-        budget, ways = options.budget, options.ways
+        budget = options.budget
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
         variant += " flat" if options.flat and self.compiled else ""
-        key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
+        key = structural_key(piece.body, trained, tangents, self.device, variant)
         if key not in self.codes:
             try:
-                joint = self._joint_of(piece, trained, tangents, ways)
-                self.codes[key] = self._code_of(joint, options)
+                self.codes[key] = self._code_of(self._joint_of(piece, trained, tangents), options)
             except UntraceableError as error:
-                self.codes[key] = EagerCode(piece, trained, tangents, ways, str(error))
+                self.codes[key] = EagerCode(piece, trained, tangents, str(error))
         return key, self.codes[key]
 
-    def _joint_of(
-        self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int], ways: int
-    ) -> Joint:
+    def _joint_of(self, piece: CapturedChunk, trained: Sequence[bool], tangents: Sequence[int]) -> Joint:
         """Return a piece's joint graph, joined from those of its segments if it has any."""
         assert piece.body is not None
         if not piece.segments:
-            return self._traced(piece.body, trained, tangents, ways)
+            return self._traced(piece.body, trained, tangents)
         joints: list[Joint] = []
-        wanted: set[SegmentOutput] = set()
-        for number, segment in reversed(list(enumerate(piece.segments))):
-            asked = {output for result, output in segment.returns.items() if result in tangents}
-            asked |= {value.output for value in wanted if value.segment == number}
-            own = [trained[position] for position in segment.params]
-            joint = self._traced(segment.body, own, sorted(asked), 1)
-            read = (segment.inputs[i] for i in joint.grad_inputs)
-            wanted |= {source for source in read if isinstance(source, SegmentOutput)}
+        wanted = {piece.makes[index] for index in tangents}  # values whose gradient is asked for
+        is_trained = dict(zip(piece.reads[1], trained, strict=True))
+        for segment in reversed(piece.segments):
+            asked = [index for index, node in enumerate(segment.makes) if node in wanted]
+            joint = self._traced(segment.body, [is_trained[node] for node in segment.reads[1]], asked)
+            wanted.update(segment.reads[0][index] for index in joint.grad_inputs)
             joints.append(joint)
         return Composer(piece, joints[::-1], tangents).run()
 
-    def _traced(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int) -> Joint:
+    def _traced(self, body: Body, trained: Sequence[bool], tangents: Sequence[int]) -> Joint:
         experts = body.experts
         any_rows = body if experts is None else replace(body, experts=replace(experts, rows=0))
-        key = structural_key(any_rows, trained, tangents, ways, self.device)
+        key = structural_key(any_rows, trained, tangents, self.device)
         if key not in self.joints:
-            self.joints[key] = trace_joint(
-                body, trained, tangents, ways, self.device, decompose=self.compiled
-            )
+            self.joints[key] = trace_joint(body, trained, tangents, self.device, decompose=self.compiled)
         joint = self.joints[key]
         if experts is None:
             return joint
@@ -200,12 +193,10 @@ class _Differentiator:
 
     def __init__(self, traced: Traced, options: Mapping[str, CodeOptions], known: CodeCache) -> None:
         self.traced, self.known = traced, known
-        self.options = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in traced.outline.chunks}
+        self.options = _options_by_chunk(traced.outline, options)
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
-        self.routed = _options_of_experts(traced.outline, self.options)
-        self.own_rows = {chunk.name for chunk in traced.outline.chunks if chunk.own_rows}
-        self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
+        self.routes = {chunk.name: chunk for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
 
     def run(self) -> Captured:
@@ -229,13 +220,13 @@ class _Differentiator:
 
     def _on_one_device(self, chunk: Chunk) -> Chunk:
         """Return the chunk on one of the devices that share its experts, with the counts of those only."""
-        options = self.routed.get(chunk.name, CodeOptions())
+        options = self.options[chunk.name]
         if chunk.kind == "route":
             rows, counts = chunk.outputs
             return replace(chunk, outputs=(_received(rows, options), _fewer(counts, options)))
         specs = (
             _fewer(spec, options)
-            if isinstance(source, Output) and (source.chunk, source.index) in self.counts
+            if isinstance(source, Output) and source.chunk in self.routes and source.index == 1
             else _received(spec, options)
             for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
         )
@@ -249,17 +240,17 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
-        experts, options = self.routed.get(chunk.name, CodeOptions()), self.options[chunk.name]
+        options = self.options[chunk.name]
         if chunk.kind == "expert":
-            self._check_rows(piece, experts)
-            piece = _on_devices(piece, experts)
+            self._check_rows(piece, options)
+            piece = _with_own_experts(piece, options)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         key, code = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            options=replace(options, ways=experts.ways),
+            options=options,
         )
         self.codes[key] = code
         return replace(code.complete(chunk), key=key)
@@ -267,34 +258,33 @@ class _Differentiator:
     def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
         """Refuse experts whose results depend on which rows and experts their device has, once if equal."""
         assert piece.body is not None, "experts have code"
-        own_rows = any(
-            isinstance(each, Output) and each.chunk in self.own_rows for each in piece.chunk.inputs
-        )
+        routes = {each.chunk for each in piece.chunk.inputs if isinstance(each, Output)} & self.routes.keys()
+        own_rows = any(self.routes[name].own_rows for name in routes)
         if experts.ways == 1 and not own_rows:
             return
         apart = own_rows or experts.clones > 0 or experts.capacity is not None
-        key = structural_key(piece.body, (), (), experts.ways, self.known.device, f"rows apart {apart}")
+        sharded = experts.ways > 1
+        key = structural_key(piece.body, (), (), self.known.device, f"sharded {sharded} apart {apart}")
         if key not in self.known.checked:
-            check_rows(piece.body, piece.chunk.name, sharded=experts.ways > 1, apart=apart)
+            check_rows(piece.body, piece.chunk.name, sharded=sharded, apart=apart)
             self.known.checked.add(key)
 
 
-def _options_of_experts(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
-    """Return the options of each expert chunk, and for its markers those of the experts between them."""
-    routed: dict[str, CodeOptions] = {}
+def _options_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
+    """Return the options of each chunk: markers have those of the experts between them."""
+    by_chunk = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in outline.chunks}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
-            routed[chunk.name] = options[chunk.name]
-            _check_experts(outline, chunk, options[chunk.name].ways)
+            _check_experts(outline, chunk, by_chunk[chunk.name].ways)
             for source in chunk.inputs:
                 assert isinstance(source, Output)
-                routed[source.chunk] = routed[chunk.name]
+                by_chunk[source.chunk] = by_chunk[chunk.name]
     for chunk in outline.chunks:
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
             assert isinstance(route, Output)
-            routed[chunk.name] = routed.get(route.chunk, CodeOptions())
-    return routed
+            by_chunk[chunk.name] = by_chunk[route.chunk]
+    return by_chunk
 
 
 def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
@@ -328,12 +318,18 @@ def _received(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     return _of_length(spec, block * experts.ways) if block else spec
 
 
-def _on_devices(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
-    """Return an expert chunk with the clones of all devices, and with rows that are a block from each."""
-    body = piece.body
+def _with_own_experts(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
+    """Return an expert chunk with the experts that one device has, its clones too, and the rows it gets."""
+    body, ways = piece.body, options.ways
     assert body is not None and body.experts is not None, "only expert chunks receive rows"
-    more = options.ways * options.clones
-    rows = block_rows(body.experts.rows, options.ways, options.capacity) * options.ways or body.experts.rows
-    params = tuple(param.new_empty(param.shape[0] + more, *param.shape[1:]) for param in body.params)
-    experts = replace(body.experts, total=body.experts.total + more, rows=rows)
-    return replace(piece, body=replace(body, params=params if more else body.params, experts=experts))
+
+    def own(tensor: Tensor, clones: int) -> Tensor:
+        return tensor.new_empty(tensor.shape[0] // ways + clones, *tensor.shape[1:])
+
+    params, buffers = body.params, body.buffers
+    if ways > 1 or options.clones:
+        params = tuple(own(param, options.clones) for param in params)
+        buffers = tuple(own(buffer, 0) for buffer in buffers)
+    rows = block_rows(body.experts.rows, ways, options.capacity) * ways or body.experts.rows
+    experts = replace(body.experts, total=body.experts.total // ways + options.clones, rows=rows)
+    return replace(piece, body=replace(body, params=params, buffers=buffers, experts=experts))

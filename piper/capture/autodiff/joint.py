@@ -49,7 +49,6 @@ def trace_joint(
     body: Body,
     trained: Sequence[bool],
     tangents: Sequence[int],
-    ways: int,
     device: torch.device,
     *,
     decompose: bool = False,  # into what Inductor compiles, so that a partition sees what it will fuse
@@ -67,7 +66,7 @@ def trace_joint(
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
             rows = unknown_rows(shapes) if body.experts else None
-            fakes = _fakes(body, trained, ways, mode, device, rows)
+            fakes = _fakes(body, trained, mode, device, rows)
             table = {**decompositions()} if decompose else {torch.ops.aten.copy.default: _copied}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
             traced = exported.graph_module
@@ -80,7 +79,12 @@ def trace_joint(
     if any(node.target in REWRITTEN for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
-    return _described(traced, body, _sizes(body, rows))
+    sizes = SymbolicSizes()
+    if rows is not None and body.experts is not None:
+        if not rows.node.expr.is_symbol:
+            raise UntraceableError("it works for one number of rows only")
+        sizes = SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
+    return _described(traced, body, sizes)
 
 
 def _copied(place: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
@@ -111,15 +115,6 @@ def _correct(graph: fx.Graph) -> None:
         node.meta["val"] = node.meta["val"].clone()
 
 
-def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:
-    """Return how to read the sizes of a trace. Refuse one that holds only for the rows it was made with."""
-    if rows is None or body.experts is None:
-        return SymbolicSizes()
-    if not rows.node.expr.is_symbol:
-        raise UntraceableError("it works for one number of rows only")
-    return SymbolicSizes({str(rows): body.experts.rows}, frozenset((str(rows),)))
-
-
 def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
     """Return the body's graph with a copy around every result. Detach the results that need no gradient."""
     graph = fx.Graph()
@@ -137,29 +132,26 @@ def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
 def _fakes(
     body: Body,
     trained: Sequence[bool],
-    ways: int,
     mode: FakeTensorMode,
     device: torch.device,
-    rows: torch.SymInt | None,
+    rows: torch.SymInt | None,  # of an expert region
 ) -> tuple[Tensor, ...]:
-    """Stand-ins for what the body reads, all dense; in an expert region the part of one of `ways` devices."""
+    """Stand-ins for what the body reads, all dense."""
 
-    def fake(first: Sequence[int | torch.SymInt], like: Tensor, grad: bool) -> Tensor:
+    def fake(like: Tensor, grad: bool, *first: int | torch.SymInt) -> Tensor:
         shape = [*first, *(int(size) for size in like.shape[len(first) :])]
         where = like.device if like.device.type == "cpu" else device  # some numbers are the host's
         return torch.empty(shape, dtype=like.dtype, device=where).requires_grad_(grad)
 
+    first: list[tuple[int | torch.SymInt, ...]] = [()] * len(body.inputs)
+    if rows is not None and body.experts is not None:
+        first = [(body.experts.total if counts else rows,) for counts in body.experts.counts]
     state = [*zip(body.params, trained, strict=True), *((buffer, False) for buffer in body.buffers)]
-    inputs = [(tensor, tensor.requires_grad) for tensor in body.inputs]
     with mode:
-        if rows is None or body.experts is None:
-            return tuple(fake((), tensor, grad) for tensor, grad in (*inputs, *state))
-        local, counts = body.experts.total // ways, body.experts.counts  # or the rows, or their counts
-        routed = [
-            fake([local if counted else rows], tensor, grad)
-            for (tensor, grad), counted in zip(inputs, counts, strict=True)
+        inputs = [
+            fake(tensor, tensor.requires_grad, *n) for tensor, n in zip(body.inputs, first, strict=True)
         ]
-        return (*routed, *(fake([tensor.shape[0] // ways], tensor, grad) for tensor, grad in state))
+        return (*inputs, *(fake(tensor, grad) for tensor, grad in state))
 
 
 def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Joint:

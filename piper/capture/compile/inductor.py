@@ -136,7 +136,8 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
     """Compile a graph, and store it in the cache under its name."""
     try:
         artifact = _compile(source, cache)
-        code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)))
+        entry = CacheEntry(artifact=artifact, files={})  # nothing is looked up
+        code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), entry)
         cache.keep(name, CacheEntry(artifact=artifact, files=_compiled_files(cache)))
     except PiperError:
         raise

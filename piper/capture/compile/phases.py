@@ -91,8 +91,8 @@ def compile_phases(
     """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once."""
     graphs: dict[str, Source] = {}
     cuts: dict[PhaseKey, tuple[Source, Sequence[PhasePiece], Sequence[str]]] = {}  # with names of code
-    flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
-    for key, source in {**asked, **flat}.items():
+    for key, plain in asked.items():
+        source = source_in_place(plain) if plain.in_place else plain
         pieces = pieces_of(source.module)
         for node in source.module.graph.nodes:
             node.meta.pop("val", None)  # fakes, which are large
@@ -104,13 +104,15 @@ def compile_phases(
             graphs.setdefault(names[piece_key], own)
         cuts[key] = source, pieces, [names[piece.key] for piece in pieces] or [names[""]]
     codes = _compile_all(graphs, cache, servers, meanwhile)
-    phases = {key: _phase_of(*cut, codes) for key, cut in cuts.items()}
-    for key, source in flat.items():
-        targets = source.arguments[len(asked[key].arguments) : -1]
-        like = [(target.shape, target.dtype) for target in targets]
-        phases[key] = FlatPhase(phases[key], asked[key].in_place, like, targets[0].device)
-    for key, phase in phases.items():
-        phase.plain = asked[key].module
+    phases: dict[PhaseKey, CompiledPhase] = {}
+    for key, plain in asked.items():
+        phase = _phase_of(*cuts[key], codes)
+        if plain.in_place:
+            targets = cuts[key][0].arguments[len(plain.arguments) : -1]
+            like = [(target.shape, target.dtype) for target in targets]
+            phase = FlatPhase(phase, plain.in_place, like, targets[0].device)
+        phase.plain = plain.module
+        phases[key] = phase
     return phases
 
 

@@ -187,7 +187,8 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    Thread(target=reap, daemon=True).start()
+    with suppress(RuntimeError):  # from Python 3.12 on no thread begins while the interpreter ends
+        Thread(target=reap, daemon=True).start()
 
 
 def serve(device: str, threads: int) -> None:

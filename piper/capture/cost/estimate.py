@@ -161,7 +161,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _fused(
-    body: Sequence[fx.Node], fleeting: Collection[int], writers: Mapping[fx.Node, fx.Node]
+    body: Sequence[fx.Node], fleeting: set[int], writers: Mapping[fx.Node, fx.Node]
 ) -> list[Sequence[fx.Node]]:
     """Group the operations of a compiled phase into kernels, in the order of their first operations.
 
@@ -196,7 +196,7 @@ def _fused(
     for value, writer in writers.items():
         leader[lead(value)] = lead(writer)
     groups = _grouped(leader, lead)
-    return [group for group in groups if any(set(memories(node)) - set(fleeting) for node in group)]
+    return [group for group in groups if not fleeting.issuperset(m for node in group for m in memories(node))]
 
 
 def _grouped(nodes: Iterable[fx.Node], lead: Callable[[fx.Node], fx.Node]) -> Collection[Sequence[fx.Node]]:

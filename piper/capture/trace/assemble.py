@@ -11,7 +11,7 @@ from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
-from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
+from piper.capture.trace.piece import Body, CapturedChunk, Experts, Reads, Segment
 from piper.capture.trace.recording import OWN_ROWS, FromBuffer, FromParameter, Mode, Recording, how_of, marker
 from piper.capture.trace.segments import split_chunks
 from piper.capture.trace.sizes import SymbolicSizes
@@ -19,7 +19,6 @@ from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 
-Reads = tuple[list[fx.Node], list[fx.Node], list[fx.Node]]  # inputs, parameters and buffers
 _MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
 
 
@@ -137,8 +136,14 @@ class Assembler:
                 counts=tuple(isinstance(source, Output) and source.index == 1 for source in chunk.inputs),
             )
         body = self._body(nodes, reads, results, experts)
-        segments = self._segments(runs, reads, results) if len(runs) > 1 else ()
-        return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
+        return CapturedChunk(
+            chunk=chunk,
+            inputs=body.inputs,
+            body=body,
+            reads=reads,
+            makes=results,
+            segments=self._segments(runs, results) if len(runs) > 1 else (),
+        )
 
     def _body(
         self,
@@ -186,30 +191,17 @@ class Assembler:
         graph.output(tuple(returned.get(node, copies[node]) for node in results))
         return graph
 
-    def _segments(
-        self, runs: Sequence[Sequence[fx.Node]], reads: Reads, results: Sequence[fx.Node]
-    ) -> tuple[Segment, ...]:
-        inputs, params, buffers = reads
+    def _segments(self, runs: Sequence[Sequence[fx.Node]], results: Sequence[fx.Node]) -> tuple[Segment, ...]:
         run_of = {node: number for number, run in enumerate(runs) for node in run}
-        outputs: dict[fx.Node, SegmentOutput] = {}
         segments = []
         for number, run in enumerate(runs):
-            going = [
+            makes = [
                 node
                 for node in run
                 if node in results or any(run_of.get(user, number) > number for user in node.users)
             ]
-            outputs.update({node: SegmentOutput(segment=number, output=i) for i, node in enumerate(going)})
-            own = self._reads(run)
-            segments.append(
-                Segment(
-                    body=self._body(run, own, going),
-                    inputs=tuple(outputs[node] if node in outputs else inputs.index(node) for node in own[0]),
-                    params=tuple(params.index(node) for node in own[1]),
-                    buffers=tuple(buffers.index(node) for node in own[2]),
-                    returns={results.index(node): i for i, node in enumerate(going) if node in results},
-                )
-            )
+            reads = self._reads(run)
+            segments.append(Segment(body=self._body(run, reads, makes), reads=reads, makes=makes))
         return tuple(segments)
 
     def _with_copies(self, cut: Cut) -> list[fx.Node]:

@@ -1,11 +1,13 @@
 """A chunk together with its captured code, before it is differentiated."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
 from piper.ir.chunk import Chunk
+
+Reads = tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]]  # inputs, parameters, buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +32,12 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentOutput:
-    """A value that an earlier segment made."""
-
-    segment: int
-    output: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a chunk. Its inputs are the chunk's, by position, or what earlier segments made."""
+    """A part of a chunk. What it reads and makes are nodes of the recording, as they are for the chunk."""
 
     body: Body
-    inputs: tuple[int | SegmentOutput, ...]
-    params: tuple[int, ...]  # positions among the chunk's
-    buffers: tuple[int, ...]
-    returns: Mapping[int, int]  # the chunk's outputs that are made here, and which of the body's they are
+    reads: Reads
+    makes: Sequence[fx.Node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,4 +47,6 @@ class CapturedChunk:
     chunk: Chunk
     inputs: tuple[Tensor, ...]  # fakes
     body: Body | None  # none: a marker
+    reads: Reads = ((), (), ())
+    makes: Sequence[fx.Node] = ()
     segments: tuple[Segment, ...] = ()  # the body in parts; empty: in one

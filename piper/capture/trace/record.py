@@ -12,7 +12,6 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.fx.node import Argument
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper import errors
 from piper.capture.quirks.causal_masks import masks_as_given
@@ -40,6 +39,8 @@ from piper.process.flex_on_host import flex_gradients_on_host
 
 log = logging.getLogger("piper")
 _LATER_CALLS = 2  # traced at most: the second may find tables that the first made, no later one makes more
+# A module's buffers or parameters, or one of these, as Dynamo names what it found
+_STATE = re.compile(r"L\['self'\]((?:\._modules\['[^']+'\])+)\.(?:__dict__\[')?_(?:buffers|parameters)\b")
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -61,7 +62,7 @@ def record(
 ) -> Recording:
     """Trace `loss(model, batch)`, all of it, into one graph. forward_only: nothing is trained."""
     step = LossModule(model, loss)
-    with quiet() as warned, entered_regions() as entered:
+    with quiet(), entered_regions() as entered:
         try:
             call = _traced_call(step, batch)
         except CaptureError:
@@ -70,7 +71,7 @@ def record(
             if without_result(error):
                 raise not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
-        _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
+        _check_replaced(call.left.values())
         captured = call.module
         returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
@@ -146,25 +147,18 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
     return None
 
 
-def _check_side_effects(model: nn.Module, warnings: Iterable[str], left: Mapping[Place, Left]) -> None:
+def _check_replaced(left: Iterable[Left]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
-    # `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for named in re.finditer(
-        r"((?:\._modules\['[^']+'\])+)\.(_buffers|_parameters)\b(\[)?", "\n".join(warnings)
-    ):
-        path = ".".join(re.findall(r"'([^']+)'", named[1])[1:])
-        module = modules.get(path)
-        if isinstance(module, _SpectralNorm):
-            continue  # it writes into its buffers through `out=`, and assigns each to itself
-        if module is not None and not named[3] and (id(getattr(module, named[2])), None) not in left:
-            continue
-        raise CaptureError(
-            "the forward replaces a buffer or parameter",
-            by="model",
-            facts={"module": path or "the model itself"},
-            hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
-        )
+    # What is put back, as `torch.func.functional_call` does it, is not left behind.
+    for each in left:
+        if held := _STATE.match(each.source):
+            path = re.findall(r"'([^']+)'", held[1])[1:]
+            raise CaptureError(
+                "the forward replaces a buffer or parameter",
+                by="model",
+                facts={"module": ".".join(path) or "the model itself"},
+                hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+            )
 
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
@@ -264,7 +258,8 @@ class _GraphCopier:
             held = ((path, name) for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
             owner, name = next(held, ("", str(node.target)))
             if owner:  # the class of which may not be the user's
-                register = f"{owner}.register_buffer({name!r}, vars({owner}).pop({name!r}), persistent=False)"
+                code = re.sub(r"\.(\d+)", r"[\1]", owner)  # model.layers.0 is no Python
+                register = f"{code}.register_buffer({name!r}, vars({code}).pop({name!r}), persistent=False)"
                 hint += f"; outside the class: {register}"
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
