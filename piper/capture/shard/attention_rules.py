@@ -49,9 +49,9 @@ def attention(d: Sharder, node: fx.Node) -> None:
         if have.dim > HEADS:
             raise NoRuleError("it is sharded along the size of a head")
         _on_heads(d, node, operands, have)
-    elif d.sharding.attention == "ring":
+    elif d.request.attention == "ring":
         _by_ring(d, node, operands, have)
-    elif d.sharding.attention == "heads":
+    elif d.request.attention == "heads":
         heads = _heads_for(d, operands)
         _on_heads(d, node, operands, heads)
         output = d.emit(operator.getitem, (d.local[node], 0)) if node.target is FLEX else d.local[node]
@@ -67,7 +67,7 @@ def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
 
 def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
     """Exchange the heads of an output, of several results the only one, for the sequence."""
-    d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
+    d.done(node, d.exchange(output, change(d.request.axis, d.degree, heads, have, varies=True)), have)
 
 
 def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
@@ -201,7 +201,7 @@ class _Block:
     def shift(self) -> None:
         """Write the shift after which a device has the block that the device before it had."""
         d, last = self.d, self.arrived[-1]
-        how = Collective(axis=d.sharding.axis, degree=d.degree, op="shift", back="shift_back")
+        how = Collective(axis=d.request.axis, degree=d.degree, op="shift", back="shift_back")
         self.arrived.append(d.exchange(last, how))
 
     def read(self, step: int) -> fx.Node:
@@ -344,7 +344,7 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
         d.plain(node)
         return
     by_sequence = have.dim != HEADS
-    if by_sequence and d.sharding.attention == "ring":
+    if by_sequence and d.request.attention == "ring":
         raise NoRuleError("its documents lie on several devices of a ring", 'use attention="heads" there')
     heads = _heads_for(d, operands) if by_sequence else have
     local = {x: d.to(x, REPLICATE, varies=True) for x in node.all_input_nodes if x not in operands}

@@ -1,8 +1,8 @@
 """What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.shard.aten import as_aten
-from piper.capture.shard.axis_sharding import AxisSharding
+from piper.capture.shard.axis_sharding import AxisSharding, Request
 from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, value_of
 from piper.capture.shard.rules import rule_of
 from piper.capture.shard.shape_rules import heads_of, number
@@ -23,7 +23,7 @@ from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Mesh, copies_along
+from piper.ir.mesh import copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
 
 PRODUCTS = {
@@ -32,31 +32,6 @@ PRODUCTS = {
     torch.ops.piper.head_sums.default: (1, 0, 2),
 }  # weight, its dimension of outputs, bias
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One directive, and the regions that it shards."""
-
-    by: str
-    axis: str
-    degree: int
-    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is sharded
-    batch: Mapping[str, int]
-    between: int | None
-    attention: str
-    zigzag: bool
-    regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
-
-    def alike(self, other: "Request") -> bool:
-        """Return whether two directives shard alike, so that slices may pass between their regions."""
-        axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
-        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
-
-    def by_axes(self) -> Iterator["Request"]:
-        """Yield a request for all regions that have the same axes: slices pass between no others."""
-        for axes in dict.fromkeys(mesh.sharing for mesh in self.regions.values()):
-            yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
 
 
 def shard_model(
@@ -108,24 +83,16 @@ def _sharded_once(
     batch: Mapping[str, TensorSpec],
     inner: int,
 ) -> tuple[Recording, list[Parameter]]:
-    meshes = request.regions
-    used = _parameters_of(recording, meshes)
+    used = _parameters_of(recording, request.regions)
     weights = _weights(request, parameters, used)
     _check_fields(request, batch)
     sharding = AxisSharding(
-        by=request.by,
-        axis=request.axis,
-        degree=request.degree,
+        request=request,
         weights=weights,
         batch={name: Shard(dim, zigzag=request.zigzag) for name, dim in request.batch.items()},
-        between=request.between,
-        attention=request.attention,
-        zigzag=request.zigzag,
         inner=inner,
     )
-    sharder = shard_forward(
-        recording, sharding, meshes.__contains__, lambda a, b: a in meshes and meshes[a] == meshes.get(b)
-    )
+    sharder = shard_forward(recording, sharding)
     _check_gradients(request, [each for each in parameters if each.name in used], sharder.summed)
     shards = sharder.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
@@ -263,26 +230,18 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     return replace(traced, outline=outline, pieces=pieces, recording=recording)
 
 
-def shard_forward(
-    recording: Recording,
-    sharding: AxisSharding,
-    inside: Callable[[Tags], bool],
-    peers: Callable[[Tags, Tags], bool],
-) -> Sharder:
-    """Shard a forward in ATen operations over the devices of a group.
-
-    inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
-    """
-    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
+def shard_forward(recording: Recording, sharding: AxisSharding) -> Sharder:
+    """Shard a forward in ATen operations over the devices of a group."""
+    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.request.degree))
     region_of = find_regions(recording, simplify(recording)).region_of
-    sharding = _with_shared(recording, sharding, region_of, inside)
+    sharding = _with_shared(recording, sharding, region_of)
     marked: frozenset[str] = frozenset()
     while True:
-        sharder = Sharder(recording, sharding, rule_of, region_of.get, inside, peers, marked)
+        sharder = Sharder(recording, sharding, rule_of, region_of.get, marked)
         try:
             sharder.run()
         except CaptureError:
-            if sharding.between is None or sharding.batch or sharding.gathers_rows:
+            if sharding.request.between is None or sharding.batch or sharding.gathers_rows:
                 raise
             sharding = replace(sharding, gathers_rows=True)
             continue
@@ -300,16 +259,13 @@ def parameter_names(recording: Recording) -> dict[fx.Node, str]:
 
 
 def _with_shared(
-    recording: Recording,
-    sharding: AxisSharding,
-    region_of: Mapping[fx.Node, Tags],
-    inside: Callable[[Tags], bool],
+    recording: Recording, sharding: AxisSharding, region_of: Mapping[fx.Node, Tags]
 ) -> AxisSharding:
     """Keep the weights whole that regions read which this directive does not shard: tied ones."""
     shared = {
         name
         for node, name in parameter_names(recording).items()
-        if any(user in region_of and not inside(region_of[user]) for user in node.users)
+        if any(user in region_of and region_of[user] not in sharding.request.regions for user in node.users)
     }
     weights = sharding.weights.items()
     return replace(
