@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding, Request
-from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, value_of
+from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, tensor_of, value_of
 from piper.capture.shard.rules import rule_of
 from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
@@ -298,11 +298,10 @@ def _with_biases(recording: Recording, weights: Mapping[str, Shard], degree: int
 
 def _copies(node: fx.Node, degree: int) -> int:
     """Return how many devices hold each head that the outputs of a product become, if these are fewer."""
-    given = value_of(node)
-    for user in node.users if isinstance(given, Tensor) else ():
-        result = value_of(user)
-        if user.target in RESHAPES and isinstance(result, Tensor) and isinstance(given, Tensor):
-            heads = heads_of(tuple(given.shape), tuple(result.shape), Shard(given.dim() - 1))
+    for user in node.users:
+        if user.target in RESHAPES:
+            given, result = (tuple(tensor_of(x).shape) for x in (node, user))
+            heads = heads_of(given, result, Shard(len(given) - 1))
             if 0 < heads < degree and degree % heads == 0:
                 return degree // heads
     return 1
@@ -312,18 +311,12 @@ def _blocks(node: fx.Node) -> int:
     """Return into how many equal parts the last dimension of a product is split."""
     while len(node.users) == 1:
         user = next(iter(node.users))
-        result, given = value_of(user), value_of(node)
-        if user.target in SPLITS:
-            assert isinstance(result, tuple | list)
-            last = result[0].dim() - 1
-            dim = number(argument(user, "dim"))
-            sizes = {int(part.shape[last]) for part in result}
-            return len(result) if dim % (last + 1) == last and len(sizes) == 1 else 1
-        if user.target is aten.glu.default and isinstance(given, Tensor):
-            return 2 if number(argument(user, "dim")) in (-1, given.dim() - 1) else 1
-        if user.target not in RESHAPES or not isinstance(result, Tensor) or not isinstance(given, Tensor):
-            return 1
-        if not result.dim() or result.shape[-1] != given.shape[-1]:
+        if user.target in SPLITS or user.target is aten.glu.default:
+            last, parts = tensor_of(node).dim() - 1, value_of(user)
+            halves = [0, 0]  # of a gate: they are equal
+            sizes = [int(part.shape[last]) for part in parts] if isinstance(parts, tuple | list) else halves
+            return len(sizes) if number(argument(user, "dim")) in (-1, last) and len({*sizes}) == 1 else 1
+        if user.target not in RESHAPES or tensor_of(user).shape[-1:] != tensor_of(node).shape[-1:]:
             return 1
         node = user
     return 1
