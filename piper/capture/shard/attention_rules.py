@@ -184,37 +184,27 @@ def _size(node: fx.Node, dim: int) -> int:
     return int(node.meta["example_value"].shape[dim])
 
 
-class _Block:
-    """Keys or values as they travel: before reshapes, which each reader writes for itself."""
+def _travelling(d: Sharder, x: fx.Node, have: Shard) -> tuple[fx.Node, list[fx.Node]]:
+    """Return keys or values as they travel, and the reshapes that each reader then writes for itself."""
+    x, reshapes = unrepeated(d, x), list[fx.Node]()
+    if d.layout(x) != have:
+        return d.to(x, have, varies=True), reshapes
+    while (base := d.base(x)) is not None:
+        reshapes.insert(0, x)
+        x = base
+    return d.local[x], reshapes
 
-    def __init__(self, d: Sharder, x: fx.Node, have: Shard) -> None:
-        self.d, self.reshapes = d, list[fx.Node]()
-        x = unrepeated(d, x)
-        if d.layout(x) == have:
-            while (base := d.base(x)) is not None:
-                self.reshapes.append(x)
-                x = base
-            self.arrived = [d.local[x]]
+
+def _reshaped(d: Sharder, block: fx.Node, reshapes: Sequence[fx.Node]) -> fx.Node:
+    """Write the reshapes from what arrives to what attention reads."""
+    for node in reshapes:
+        if node.target is aten.transpose.int:
+            block = d.emit(node.target, (block, *node.args[1:]))
         else:
-            self.arrived = [d.to(x, have, varies=True)]
-
-    def shift(self) -> None:
-        """Write the shift after which a device has the block that the device before it had."""
-        d, last = self.d, self.arrived[-1]
-        how = Collective(axis=d.request.axis, degree=d.degree, op="shift", back="shift_back")
-        self.arrived.append(d.exchange(last, how))
-
-    def read(self, step: int) -> fx.Node:
-        """Write the reshapes from what arrived for a step to what attention reads."""
-        block = self.arrived[step]
-        for node in reversed(self.reshapes):
-            if node.target is aten.transpose.int:
-                block = self.d.emit(node.target, (block, *node.args[1:]))
-            else:
-                shape = [int(size) for size in self.d.local[node].meta["example_value"].shape]
-                target = node.target if node.target is aten.expand.default else aten.reshape.default
-                block = self.d.emit(target, (block, shape))
-        return block
+            shape = [int(size) for size in d.local[node].meta["example_value"].shape]
+            target = node.target if node.target is aten.expand.default else aten.reshape.default
+            block = d.emit(target, (block, shape))
+    return block
 
 
 def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
@@ -229,25 +219,26 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
     if have.blocks > 1:
         raise NoRuleError("a ring passes on one run of the sequence", OTHERWISE)
     causal, mask = _ring_mask(d, node, have)
-    own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
+    own = d.to(query, have, varies=True)
+    travelling, reshapes = zip(*(_travelling(d, x, have) for x in (key, value)), strict=True)
+    arrived = [travelling]  # keys and values for each step
+    shift = Collective(axis=d.request.axis, degree=d.degree, op="shift", back="shift_back")
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
     how = (d.place(on_host=True), scale_of(d, node))
     result: list[fx.Node] = []  # output and log-sum-exp so far
     for turn in turns:
-        if turn.step + 1 < d.degree:
-            keys.shift()
-            values.shift()
+        if turn.step + 1 < d.degree:  # from the device before this one, which has another block then
+            arrived.append(tuple(d.exchange(x, shift) for x in arrived[-1]))
         with d.chunk():
-            fixed = [
-                d.emit(aten.detach.default, (x,)) for x in (own, keys.read(turn.step), values.read(turn.step))
-            ]
+            block = [_reshaped(d, *each) for each in zip(arrived[turn.step], reshapes, strict=True)]
+            fixed = [d.emit(aten.detach.default, (x,)) for x in (own, *block)]
             arguments: tuple[Argument, ...] = (*fixed, mask, list(result), *how, turn.numbers)
             both = d.emit(torch.ops.piper.ring_attend.default, arguments)
             result = [d.emit(operator.getitem, (both, index)) for index in (0, 1)]
     passed = result[0]
     for turn in turns:
         with d.chunk():
-            block = (keys.read(turn.step), values.read(turn.step))
+            block = [_reshaped(d, *each) for each in zip(arrived[turn.step], reshapes, strict=True)]
             arguments = (passed, own, *block, mask, *result, *how, turn.numbers)
             passed = d.emit(torch.ops.piper.ring_pass.default, arguments)
     d.done(node, passed, have)
