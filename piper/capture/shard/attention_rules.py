@@ -33,8 +33,6 @@ HEADS = 1  # dimension of [batch, heads, sequence, head size]
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 OTHERWISE = 'use attention="gather" there'
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
-MASK = 3  # its position among the arguments of an attention
-WEIGHTS = "piper_weights"  # under which a node's meta keeps the shape of its weights in the program
 CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
@@ -153,9 +151,8 @@ def _attend_and_drop(
     shape = [int(size) for size in example.shape]
     shape[have.dim] *= d.degree
     options: dict[str, Argument] = {"dtype": example.dtype, "device": example.device}
-    ones = d.emit(aten.ones.default, (list(node.meta.get(WEIGHTS, shape)),), options)
-    drawn = d.emit(aten.dropout.default, (ones, argument(node, "dropout_p"), True))
-    own = d.take(d.emit(aten.reshape.default, (drawn, shape)), have)
+    ones = d.emit(aten.ones.default, (shape,), options)
+    own = d.take(d.emit(aten.dropout.default, (ones, argument(node, "dropout_p"), True)), have)
     return d.emit(aten.matmul.default, (d.emit(aten.mul.Tensor, (weights, own)), value))
 
 
@@ -255,7 +252,10 @@ def _ring_mask(d: Sharder, node: fx.Node, have: Shard) -> tuple[bool, fx.Node | 
         return is_causal(node), None
     if d.trains(d.local[given]):
         raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
-    return False, mask_of(d, node, have)
+    mask = mask_of(d, node, have)
+    while mask is not None and mask.meta["example_value"].dim() < ATTENTION_RANK:
+        mask = d.emit(aten.unsqueeze.default, (mask, 0))
+    return False, mask
 
 
 def is_causal(node: fx.Node) -> bool:
