@@ -18,6 +18,7 @@ from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.cut import find_regions
 from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.graph_walks import reached
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.trace import Traced, cut_model
@@ -83,7 +84,8 @@ def _sharded_once(
     batch: Mapping[str, TensorSpec],
     inner: int,
 ) -> tuple[Recording, list[Parameter]]:
-    used = _parameters_of(recording, request.regions)
+    region_of = regions_of(recording)
+    used = _parameters_of(recording, region_of, request.regions)
     weights = _weights(request, parameters, used)
     _check_fields(request, batch)
     sharding = AxisSharding(
@@ -92,7 +94,7 @@ def _sharded_once(
         batch={name: Shard(dim, zigzag=request.zigzag) for name, dim in request.batch.items()},
         inner=inner,
     )
-    sharder = shard_forward(recording, sharding)
+    sharder = shard_forward(recording, sharding, region_of)
     _check_gradients(request, [each for each in parameters if each.name in used], sharder.summed)
     shards = sharder.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
@@ -131,16 +133,23 @@ def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: 
                 )
 
 
-def _parameters_of(recording: Recording, regions: Collection[Tags]) -> set[str]:
+def regions_of(recording: Recording) -> Mapping[fx.Node, Tags]:
+    """Return the region of each operation that is in one."""
+    return find_regions(recording, simplify(recording)).region_of
+
+
+def _parameters_of(
+    recording: Recording, region_of: Mapping[fx.Node, Tags], regions: Collection[Tags]
+) -> set[str]:
     """Return the parameters that the operations of some regions read."""
-    region_of = find_regions(recording, simplify(recording)).region_of
 
-    def reads(node: fx.Node) -> bool:
-        return any(
-            region_of.get(user) in regions or (user not in region_of and reads(user)) for user in node.users
-        )
+    def readers(node: fx.Node) -> Iterable[fx.Node]:
+        return () if node in region_of else node.users
 
-    return {name for node, name in parameter_names(recording).items() if reads(node)}
+    names = parameter_names(recording).items()
+    return {
+        name for node, name in names if any(region_of.get(x) in regions for x in reached([node], readers))
+    }
 
 
 def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
@@ -230,10 +239,9 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     return replace(traced, outline=outline, pieces=pieces, recording=recording)
 
 
-def shard_forward(recording: Recording, sharding: AxisSharding) -> Sharder:
+def shard_forward(recording: Recording, sharding: AxisSharding, region_of: Mapping[fx.Node, Tags]) -> Sharder:
     """Shard a forward in ATen operations over the devices of a group."""
     sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.request.degree))
-    region_of = find_regions(recording, simplify(recording)).region_of
     sharding = _with_shared(recording, sharding, region_of)
     marked: frozenset[str] = frozenset()
     while True:

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import reshaped
-from piper.capture.shard.request import shard_forward
+from piper.capture.shard.request import regions_of, shard_forward
 from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import record
@@ -67,7 +67,7 @@ def divided(
     request = request_of(degree, between, attention, zigzag)
     sharding = AxisSharding(request=request, weights=weights, batch=fields or {})
     recording = as_aten(record(model, lambda net, given: call(cast(Net, net), given), fakes))
-    return shard_forward(recording, sharding)
+    return shard_forward(recording, sharding, regions_of(recording))
 
 
 def compare(

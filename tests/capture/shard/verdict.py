@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding, Request
 from piper.capture.shard.layout import divides
-from piper.capture.shard.request import shard_forward
+from piper.capture.shard.request import regions_of, shard_forward
 from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.recording import FromParameter, Mode, Origin, Recording
 from piper.errors import CaptureError
@@ -143,7 +143,7 @@ def request_of(
 def sharded(recording: Recording, layouts: Sequence[Placement], degree: int) -> Sharder:
     """Shard a recorded operation with its operands in some layouts."""
     sharding = sharding_of(recording, layouts, degree)
-    return shard_forward(recording, sharding)
+    return shard_forward(recording, sharding, regions_of(recording))
 
 
 def judge(sample: Sample, recording: Recording, layouts: Sequence[Placement], degree: int) -> Verdict:
