@@ -9,8 +9,8 @@ q = empty(4, 8); q[:, :2] = x; q[:, 2:] = y; scores.scatter_(1, index, z)
 q = cat([x, y], 1); scores = scatter(scores, 1, index, z)
 
 Every attention gets operands of [batch, heads, sequence, head size]. PyTorch takes operands of any rank from
-two up, broadcasts them, and takes masks of fewer dimensions. As there, the third dimension from the end is
-that of heads, also in [batch * heads, sequence, head size].
+two up, and broadcasts them. As there, the third dimension from the end is that of heads, also in
+[batch * heads, sequence, head size]. A mask has four dimensions or fewer.
 """
 
 import math
@@ -158,7 +158,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     # Operations that have no rule are written in others, which have one or may have.
     parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
-    parts[_attention] = _in_four_dimensions
+    parts[_attention] = in_four_dimensions
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         try:
             return make_fx(interpreter.run, parts, pre_dispatch=True)(*_fakes_like(placeholders))
@@ -171,7 +171,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
             ) from error
 
 
-def _in_four_dimensions(
+def in_four_dimensions(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -180,7 +180,7 @@ def _in_four_dimensions(
     enable_gqa: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend with operands expanded and reshaped to four dimensions. A mask may have fewer, as in PyTorch."""
+    """Attend with operands that are expanded and reshaped to four dimensions."""
     operands = query, key, value
     shapes = [x.shape for x in (*operands, mask) if x is not None]
     batch = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
