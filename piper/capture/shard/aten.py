@@ -193,7 +193,7 @@ def in_four_dimensions(
 
     reshaped = [in_four(x, batch, x.shape[-3:-2] if enable_gqa else heads) for x in operands]
     if all(x is old for x, old in zip(reshaped, operands, strict=True)):
-        return NotImplemented  # it stays as it is
+        return NotImplemented  # type: ignore[no-any-return]  # it stays as it is
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         same = math.prod(mask.shape[:-3]) == 1  # for all samples
         mask = in_four(mask, [1] * len(batch) if same else batch, mask.shape[-3:-2])

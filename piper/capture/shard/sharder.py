@@ -211,7 +211,8 @@ class Sharder(LocalGraph):
             return node
         here, there = self.region_of(self.node), self.region_of(node)
         meshes = self.request.regions
-        reads_slices = here in meshes and (there is None or meshes.get(there) == meshes[here])
+        mesh = meshes.get(here) if here is not None else None
+        reads_slices = mesh is not None and (there is None or meshes.get(there) == mesh)
         if isinstance(have, Shard) and not reads_slices:
             return node
         return self.leaders.setdefault(here, self.node)
