@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.dtensor_rules import verified
+from piper.capture.shard.dtensor_rules import VERIFIED, shard_as_dtensor
 from piper.capture.shard.layout import tensor_of, value_of
 from piper.capture.shard.shape_rules import along, getitem, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
@@ -37,7 +37,9 @@ def by_family(node: fx.Node) -> Rule | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     each = torch.Tag.pointwise in target.tags or target in POINTWISE
-    return pointwise if each and isinstance(value_of(node), Tensor) else verified(node)
+    if each and isinstance(value_of(node), Tensor):
+        return pointwise
+    return shard_as_dtensor if str(target) in VERIFIED else None
 
 
 def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
