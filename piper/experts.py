@@ -180,13 +180,9 @@ def _save_counts(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noq
     ctx.rows = inputs[0].shape[0]
 
 
-def _route_backward(ctx: Any, grad: Tensor, _counts: None) -> tuple[Tensor, None]:  # noqa: ANN401
-    return _unroute(grad, *ctx.saved_tensors, ctx.rows), None
-
-
-def _unroute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+def _send_back(ctx: Any, grad: Tensor, *_counts: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     # The way back of `unroute` is `route`, but its number of rows is known here, so `unroute` says it.
-    return _unroute(grad, *ctx.saved_tensors, ctx.rows), None, None
+    return _unroute(grad, *ctx.saved_tensors, ctx.rows), *(None for _ in ctx.needs_input_grad[1:])
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
@@ -206,6 +202,6 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor 
     )
 
 
-_route.register_autograd(_route_backward, setup_context=_save_counts)
-_unroute.register_autograd(_unroute_backward, setup_context=_save_counts)
+_route.register_autograd(_send_back, setup_context=_save_counts)
+_unroute.register_autograd(_send_back, setup_context=_save_counts)
 _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
-from piper.capture.shard.request import Request, merged, sharded
+from piper.capture.shard.axis_sharding import Request
+from piper.capture.shard.request import merged, sharded
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn

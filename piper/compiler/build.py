@@ -13,7 +13,7 @@ from piper.capture.autodiff.differentiate import Captured
 from piper.capture.compile.cache import CACHE, Cache, usable_cache
 from piper.capture.precision.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
-from piper.capture.shard.request import Request
+from piper.capture.shard.axis_sharding import Request
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.returned import Prediction
 from piper.capture.trace.trace import Traced

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.recordings import Capturing
-from piper.capture.shard.request import Request
+from piper.capture.shard.axis_sharding import Request
 from piper.capture.trace.sliced_losses import may_be_sum, sums_over_samples
 from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split

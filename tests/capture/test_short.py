@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import piper
 from piper.capture.layers.short import ShortCapturing, short_capturing
 from piper.capture.recordings import Capturing, Recordings, fields_of
-from piper.capture.shard.request import Request
+from piper.capture.shard.axis_sharding import Request
 from piper.compiler.slices import requests_of
 from piper.directives import Directive, apply
 from piper.ir.chunk_options import CodeOptions

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.shard.request import Request, shard_model
+from piper.capture.shard.axis_sharding import Request
+from piper.capture.shard.request import shard_model
 from piper.capture.trace.recording import Recording
 from piper.compiler import Program, compile
 from piper.compiler.slices import requests_of

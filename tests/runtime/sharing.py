@@ -18,7 +18,8 @@ from piper import compiler
 from piper.capture import recordings
 from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.compile.cache import Cache
-from piper.capture.shard.request import Request, sharded
+from piper.capture.shard.axis_sharding import Request
+from piper.capture.shard.request import sharded
 from piper.capture.trace.trace import Traced, trace
 from piper.check.check import ComparedNumbers, Report, check, numbers
 from piper.check.localise import Launch

@@ -20,7 +20,8 @@ from piper.capture.autodiff.differentiate import Captured
 from piper.capture.layers.annotate_layers import find_layers
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, request_key
-from piper.capture.shard.request import Request, merged
+from piper.capture.shard.axis_sharding import Request
+from piper.capture.shard.request import merged
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced, on_fakes
 from piper.ir.chunk import CapturedModel

@@ -29,6 +29,7 @@ BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 LEAST = 1e-30  # a scale: rows of zeros have one too
 ALIGNED = 16  # elements: what tensor cores ask of the sides of a product
 CAPABLE = (8, 9)  # the first compute capability with fp8
+Scaled = tuple[Tensor, Tensor]  # values in an fp8 type, and the scales by which they were divided
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,37 +52,27 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:  # noqa: ANN401
         peaks, weight_peaks = peaks_of(x), peaks_of(weight)
         ctx.save_for_backward(x, weight, counts, peaks, weight_peaks)
-        scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
-        narrow = rounded(weight, weight_peaks, E4M3)
-        return product(rounded(x, peaks, E4M3), narrow, scales, rows, x.dtype, counts)
+        return product(rounded(x, peaks, E4M3), rounded(weight, weight_peaks, E4M3), x.dtype, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
         x, weight, counts, peaks, weight_peaks = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            rows = scale_of(weight_peaks, E4M3)
+            narrow, rows = rounded(weight, weight_peaks, E4M3)
             if counts is None:
                 each = rows.t()
             else:
                 each = rows.squeeze(2)[torch.repeat_interleave(counts, output_size=grad.shape[0])]
             folded = grad.to(rows.dtype) * each
-            folded_peaks = peaks_of(folded)
-            scales = scale_of(folded_peaks, E4M3)
-            ones = rows.new_ones((*weight.shape[:-2], weight.shape[-1], 1))
-            narrow = rounded(weight, weight_peaks, E4M3).transpose(-2, -1)
-            of_x = product(rounded(folded, folded_peaks, E4M3), narrow, scales, ones, x.dtype, counts)
+            turned = narrow.transpose(-2, -1), rows.new_ones((*weight.shape[:-2], weight.shape[-1], 1))
+            of_x = product(rounded(folded, peaks_of(folded), E4M3), turned, x.dtype, counts)
         if ctx.needs_input_grad[1] and counts is not None:
             of_weight = torch.ops.piper.grouped_mm_weight(grad.contiguous(), x, counts, weight.shape[0])
         elif ctx.needs_input_grad[1]:
-            peak, other = peaks_of(grad).amax(), peaks.amax()
-            of_weight = product(
-                rounded(grad, peak, E5M2).t(),
-                rounded(x, other, E4M3).t(),
-                scale_of(peak, E5M2),
-                scale_of(other, E4M3),
-                x.dtype,
-            )
+            left, left_scale = rounded(grad, peaks_of(grad).amax(), E5M2)
+            right, right_scale = rounded(x, peaks.amax(), E4M3)
+            of_weight = product((left.t(), left_scale), (right.t(), right_scale), x.dtype)
         return of_x, of_weight, None
 
 
@@ -95,12 +86,7 @@ def peaks_of(values: Tensor) -> Tensor:
     return magnitudes.view(BITS[magnitudes.dtype]).amax(-1, keepdim=True).view(magnitudes.dtype)
 
 
-def scale_of(peaks: Tensor, kind: torch.dtype) -> Tensor:
-    """Return the scales that bring values with these largest magnitudes into the range of an fp8 type."""
-    return (peaks / LARGEST[kind]).clamp(min=LEAST)
-
-
-def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
+def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Scaled:
     """Divide values by the scales of their largest magnitudes and round them to an fp8 type.
 
     The kernels that do this are bound by their arithmetic, so they multiply, and clamp nothing: the largest
@@ -109,21 +95,15 @@ def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
     """
     largest = LARGEST[kind]
     inverse = largest / peaks.clamp(min=largest * LEAST)
-    return (values.to(inverse.dtype) * inverse).float().to(kind)
+    return (values.to(inverse.dtype) * inverse).float().to(kind), (peaks / largest).clamp(min=LEAST)
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    dtype: torch.dtype,
-    counts: Tensor | None = None,
-) -> Tensor:
+def product(left: Scaled, right: Scaled, dtype: torch.dtype, counts: Tensor | None = None) -> Tensor:
     """Multiply rows by rows, [m, k] and [n, k] to [m, n]. Scales are one number each, or one for each row.
 
-    counts: of the rows of each expert, whose matrix `b` holds.
+    counts: of the rows of each expert, whose matrix `right` holds.
     """
+    (a, scale_a), (b, scale_b) = left, right
     if counts is not None:
         return fp8_grouped_mm(a, b, scale_a, scale_b, counts, dtype)  # type: ignore[no-any-return]
     a, b = a.contiguous(), b.contiguous()

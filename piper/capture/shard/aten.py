@@ -9,8 +9,8 @@ q = empty(4, 8); q[:, :2] = x; q[:, 2:] = y; scores.scatter_(1, index, z)
 q = cat([x, y], 1); scores = scatter(scores, 1, index, z)
 
 Every attention gets operands of [batch, heads, sequence, head size]. PyTorch takes operands of any rank from
-two up, broadcasts them, and takes masks of fewer dimensions. As there, the third dimension from the end is
-that of heads, also in [batch * heads, sequence, head size].
+two up, and broadcasts them. As there, the third dimension from the end is that of heads, also in
+[batch * heads, sequence, head size]. A mask has four dimensions or fewer.
 """
 
 import math
@@ -30,7 +30,6 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, map_aggregate, map_arg
 
-from piper.capture.shard.attention_rules import MASK, WEIGHTS
 from piper.capture.shard.compute_rules import POINTWISE, by_family
 from piper.capture.shard.layout import read_later, tensor_of, value_of
 from piper.capture.shard.rules import RULES
@@ -49,7 +48,7 @@ MODE = "piper_mode"  # under which a node's annotations, which a trace keeps, ha
 PARTS = (aten.slice.Tensor, aten.select.int)
 VIEWS = (*PARTS, aten.view.default, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim)
 EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
-Reshapes = dict[tuple[fx.Node, object, tuple[int, ...]], fx.Node]
+_attention = aten.scaled_dot_product_attention.default
 
 
 @cache
@@ -96,7 +95,6 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
     graph = traced.graph
     without_writes(graph)
     graph.eliminate_dead_code()
-    in_four_dimensions(graph)
     if any(str(node.target).startswith(FIXES_GRADIENTS) for node in graph.nodes):
         raise CaptureError(
             "linear_cross_entropy with options decides which gradients it computes before it is sharded",
@@ -160,6 +158,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     # Operations that have no rule are written in others, which have one or may have.
     parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
+    parts[_attention] = in_four_dimensions
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         try:
             return make_fx(interpreter.run, parts, pre_dispatch=True)(*_fakes_like(placeholders))
@@ -170,6 +169,36 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
                 facts={"why": reason(error)},
                 hint="shard only regions without data-dependent code, or leave out the axis",
             ) from error
+
+
+def in_four_dimensions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *rest: float,
+    enable_gqa: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend with operands that are expanded and reshaped to four dimensions."""
+    operands = query, key, value
+    shapes = [x.shape for x in (*operands, mask) if x is not None]
+    batch = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
+    heads = query.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(*(shape[-3:-2] for shape in shapes))
+
+    def in_four(x: Tensor, batch: Sequence[int], heads: Sequence[int]) -> Tensor:
+        full = (*batch, *heads, *x.shape[-2:])
+        x = x if x.shape == full else x.expand(full)
+        return x if len(full) == 4 else x.reshape(math.prod(batch), math.prod(heads), *x.shape[-2:])
+
+    reshaped = [in_four(x, batch, x.shape[-3:-2] if enable_gqa else heads) for x in operands]
+    if all(x is old for x, old in zip(reshaped, operands, strict=True)):
+        return NotImplemented  # type: ignore[no-any-return]  # it stays as it is
+    if mask is not None and mask.dim() > 3 and len(batch) > 1:
+        same = math.prod(mask.shape[:-3]) == 1  # for all samples
+        mask = in_four(mask, [1] * len(batch) if same else batch, mask.shape[-3:-2])
+    result: Tensor = _attention(*reshaped, mask, *rest, scale=scale, enable_gqa=enable_gqa)
+    return result if len(batch) == len(heads) == 1 else result.reshape(*batch, *heads, *result.shape[-2:])
 
 
 class _Interpreter(fx.Interpreter):
@@ -330,50 +359,3 @@ def _join_parts(node: fx.Node) -> None:
             joined = node.graph.call_function(aten.cat.default, ([parts[start] for start in starts], dim))
         joined.meta = node.meta
         node.replace_all_uses_with(joined)
-
-
-def in_four_dimensions(graph: fx.Graph) -> None:
-    """Expand and reshape the operands of each attention to four dimensions, and its result back."""
-    reshapes: Reshapes = {}  # each once for all the attentions that read it
-    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        result = _shape(node)
-        *batch, heads = (1,) * (4 - len(result)) + result[:-2]
-        args = list(node.args)
-        node.meta[WEIGHTS] = (*result[:-1], _shape(operand(node, 1))[-2])
-        for position in range(3):
-            x = operand(node, position)
-            own = _shape(x)[-3] if node.kwargs.get("enable_gqa") else heads
-            args[position] = _in_four(node, x, (*batch, own, *_shape(x)[-2:]), reshapes)
-        if len(args) > MASK and isinstance(mask := args[MASK], fx.Node):
-            full = (1,) * (len(batch) + 3 - len(_shape(mask))) + _shape(mask)
-            lead = [1] * len(batch) if math.prod(full[:-3]) == 1 else batch
-            args[MASK] = _in_four(node, mask, (*lead, *full[-3:]), reshapes)
-        node.args = tuple(args)
-        if len(result) == 4:
-            continue
-        with graph.inserting_after(node):
-            back = graph.call_function(aten.reshape.default, (node, list(result)))
-        back.meta = dict(node.meta)
-        node.meta["val"] = tensor_of(node).new_empty((math.prod(batch), heads, *result[-2:]))
-        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-
-
-def _in_four(node: fx.Node, x: fx.Node, full: tuple[int, ...], reshapes: Reshapes) -> fx.Node:
-    """Return an operand expanded to a shape, of which all but the last three dimensions become one."""
-    expands = math.prod(_shape(x)) != math.prod(full)
-    steps = [(aten.expand.default, full)] if expands else []
-    for target, shape in (*steps, (aten.reshape.default, (math.prod(full[:-3]), *full[-3:]))):
-        if _shape(x) == shape:
-            continue
-        key = (x, target, shape)
-        if key not in reshapes:
-            with node.graph.inserting_before(node):
-                reshapes[key] = node.graph.call_function(target, (x, list(shape)))
-            reshapes[key].meta = dict(x.meta if x.op == "call_function" else node.meta)
-            reshapes[key].meta["val"] = tensor_of(x).new_empty(shape)
-        x = reshapes[key]
-    return x
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(int(size) for size in tensor_of(node).shape)

@@ -33,8 +33,6 @@ HEADS = 1  # dimension of [batch, heads, sequence, head size]
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 OTHERWISE = 'use attention="gather" there'
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
-MASK = 3  # its position among the arguments of an attention
-WEIGHTS = "piper_weights"  # under which a node's meta keeps the shape of its weights in the program
 CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
@@ -49,9 +47,9 @@ def attention(d: Sharder, node: fx.Node) -> None:
         if have.dim > HEADS:
             raise NoRuleError("it is sharded along the size of a head")
         _on_heads(d, node, operands, have)
-    elif d.sharding.attention == "ring":
+    elif d.request.attention == "ring":
         _by_ring(d, node, operands, have)
-    elif d.sharding.attention == "heads":
+    elif d.request.attention == "heads":
         heads = _heads_for(d, operands)
         _on_heads(d, node, operands, heads)
         output = d.emit(operator.getitem, (d.local[node], 0)) if node.target is FLEX else d.local[node]
@@ -67,7 +65,7 @@ def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
 
 def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
     """Exchange the heads of an output, of several results the only one, for the sequence."""
-    d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
+    d.done(node, d.exchange(output, change(d.request.axis, d.degree, heads, have, varies=True)), have)
 
 
 def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
@@ -153,9 +151,8 @@ def _attend_and_drop(
     shape = [int(size) for size in example.shape]
     shape[have.dim] *= d.degree
     options: dict[str, Argument] = {"dtype": example.dtype, "device": example.device}
-    ones = d.emit(aten.ones.default, (list(node.meta.get(WEIGHTS, shape)),), options)
-    drawn = d.emit(aten.dropout.default, (ones, argument(node, "dropout_p"), True))
-    own = d.take(d.emit(aten.reshape.default, (drawn, shape)), have)
+    ones = d.emit(aten.ones.default, (shape,), options)
+    own = d.take(d.emit(aten.dropout.default, (ones, argument(node, "dropout_p"), True)), have)
     return d.emit(aten.matmul.default, (d.emit(aten.mul.Tensor, (weights, own)), value))
 
 
@@ -184,37 +181,27 @@ def _size(node: fx.Node, dim: int) -> int:
     return int(node.meta["example_value"].shape[dim])
 
 
-class _Block:
-    """Keys or values as they travel: before reshapes, which each reader writes for itself."""
+def _travelling(d: Sharder, x: fx.Node, have: Shard) -> tuple[fx.Node, list[fx.Node]]:
+    """Return keys or values as they travel, and the reshapes that each reader then writes for itself."""
+    x, reshapes = unrepeated(d, x), list[fx.Node]()
+    if d.layout(x) != have:
+        return d.to(x, have, varies=True), reshapes
+    while (base := d.base(x)) is not None:
+        reshapes.insert(0, x)
+        x = base
+    return d.local[x], reshapes
 
-    def __init__(self, d: Sharder, x: fx.Node, have: Shard) -> None:
-        self.d, self.reshapes = d, list[fx.Node]()
-        x = unrepeated(d, x)
-        if d.layout(x) == have:
-            while (base := d.base(x)) is not None:
-                self.reshapes.append(x)
-                x = base
-            self.arrived = [d.local[x]]
+
+def _reshaped(d: Sharder, block: fx.Node, reshapes: Sequence[fx.Node]) -> fx.Node:
+    """Write the reshapes from what arrives to what attention reads."""
+    for node in reshapes:
+        if node.target is aten.transpose.int:
+            block = d.emit(node.target, (block, *node.args[1:]))
         else:
-            self.arrived = [d.to(x, have, varies=True)]
-
-    def shift(self) -> None:
-        """Write the shift after which a device has the block that the device before it had."""
-        d, last = self.d, self.arrived[-1]
-        how = Collective(axis=d.sharding.axis, degree=d.degree, op="shift", back="shift_back")
-        self.arrived.append(d.exchange(last, how))
-
-    def read(self, step: int) -> fx.Node:
-        """Write the reshapes from what arrived for a step to what attention reads."""
-        block = self.arrived[step]
-        for node in reversed(self.reshapes):
-            if node.target is aten.transpose.int:
-                block = self.d.emit(node.target, (block, *node.args[1:]))
-            else:
-                shape = [int(size) for size in self.d.local[node].meta["example_value"].shape]
-                target = node.target if node.target is aten.expand.default else aten.reshape.default
-                block = self.d.emit(target, (block, shape))
-        return block
+            shape = [int(size) for size in d.local[node].meta["example_value"].shape]
+            target = node.target if node.target is aten.expand.default else aten.reshape.default
+            block = d.emit(target, (block, shape))
+    return block
 
 
 def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
@@ -229,25 +216,26 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
     if have.blocks > 1:
         raise NoRuleError("a ring passes on one run of the sequence", OTHERWISE)
     causal, mask = _ring_mask(d, node, have)
-    own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
+    own = d.to(query, have, varies=True)
+    travelling, reshapes = zip(*(_travelling(d, x, have) for x in (key, value)), strict=True)
+    arrived = [travelling]  # keys and values for each step
+    shift = Collective(axis=d.request.axis, degree=d.degree, op="shift", back="shift_back")
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
     how = (d.place(on_host=True), scale_of(d, node))
     result: list[fx.Node] = []  # output and log-sum-exp so far
     for turn in turns:
-        if turn.step + 1 < d.degree:
-            keys.shift()
-            values.shift()
+        if turn.step + 1 < d.degree:  # from the device before this one, which has another block then
+            arrived.append(tuple(d.exchange(x, shift) for x in arrived[-1]))
         with d.chunk():
-            fixed = [
-                d.emit(aten.detach.default, (x,)) for x in (own, keys.read(turn.step), values.read(turn.step))
-            ]
+            block = [_reshaped(d, *each) for each in zip(arrived[turn.step], reshapes, strict=True)]
+            fixed = [d.emit(aten.detach.default, (x,)) for x in (own, *block)]
             arguments: tuple[Argument, ...] = (*fixed, mask, list(result), *how, turn.numbers)
             both = d.emit(torch.ops.piper.ring_attend.default, arguments)
             result = [d.emit(operator.getitem, (both, index)) for index in (0, 1)]
     passed = result[0]
     for turn in turns:
         with d.chunk():
-            block = (keys.read(turn.step), values.read(turn.step))
+            block = [_reshaped(d, *each) for each in zip(arrived[turn.step], reshapes, strict=True)]
             arguments = (passed, own, *block, mask, *result, *how, turn.numbers)
             passed = d.emit(torch.ops.piper.ring_pass.default, arguments)
     d.done(node, passed, have)
@@ -264,7 +252,10 @@ def _ring_mask(d: Sharder, node: fx.Node, have: Shard) -> tuple[bool, fx.Node | 
         return is_causal(node), None
     if d.trains(d.local[given]):
         raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
-    return False, mask_of(d, node, have)
+    mask = mask_of(d, node, have)
+    while mask is not None and mask.meta["example_value"].dim() < ATTENTION_RANK:
+        mask = d.emit(aten.unsqueeze.default, (mask, 0))
+    return False, mask
 
 
 def is_causal(node: fx.Node) -> bool:
@@ -344,7 +335,7 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
         d.plain(node)
         return
     by_sequence = have.dim != HEADS
-    if by_sequence and d.sharding.attention == "ring":
+    if by_sequence and d.request.attention == "ring":
         raise NoRuleError("its documents lie on several devices of a ring", 'use attention="heads" there')
     heads = _heads_for(d, operands) if by_sequence else have
     local = {x: d.to(x, REPLICATE, varies=True) for x in node.all_input_nodes if x not in operands}

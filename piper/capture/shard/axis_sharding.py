@@ -1,26 +1,48 @@
 """What is asked of the regions that one directive shards, and how a rule refuses: with what to write."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from piper.ir.chunk import Tags
+from piper.ir.mesh import Mesh
 from piper.ir.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AxisSharding:
-    """What one `shard` directive over an axis asks of the regions it selects."""
+class Request:
+    """What one `shard` directive over an axis asks, and the regions that it shards."""
 
     by: str  # the directive, as messages name it
     axis: str
     degree: int
+    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is sharded
+    batch: Mapping[str, int]
+    between: int | None  # the dimension along which activations between sharded work are sharded
+    attention: str
+    zigzag: bool
+    regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
+
+    def alike(self, other: "Request") -> bool:
+        """Return whether two directives shard alike, so that slices may pass between their regions."""
+        axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
+        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
+
+    def by_axes(self) -> Iterator["Request"]:
+        """Yield a request for all regions that have the same axes: slices pass between no others."""
+        for axes in dict.fromkeys(mesh.sharing for mesh in self.regions.values()):
+            yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSharding:
+    """A request with its patterns looked up: which parameters and fields of the batch it shards, and how."""
+
+    request: Request
     weights: Mapping[str, Shard] = field(default_factory=dict)  # by parameter name
     shared: Mapping[str, Shard] = field(default_factory=dict)  # weights that other regions read whole
     batch: Mapping[str, Shard] = field(default_factory=dict)  # by field
-    between: int | None = None  # the dimension along which activations between sharded work are sharded
-    attention: str = "gather"
-    zigzag: bool = False
     gathers_rows: bool = False  # routers sort the rows of the group, where each device cannot sort its own
     inner: int = 1  # over how many devices axes that are sharded later shard what this one leaves
 

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.dtensor_rules import verified
+from piper.capture.shard.dtensor_rules import VERIFIED, shard_as_dtensor
 from piper.capture.shard.layout import tensor_of, value_of
-from piper.capture.shard.shape_rules import getitem, named, number, operand
+from piper.capture.shard.shape_rules import along, getitem, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
@@ -37,7 +37,9 @@ def by_family(node: fx.Node) -> Rule | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     each = torch.Tag.pointwise in target.tags or target in POINTWISE
-    return pointwise if each and isinstance(value_of(node), Tensor) else verified(node)
+    if each and isinstance(value_of(node), Tensor):
+        return pointwise
+    return shard_as_dtensor if str(target) in VERIFIED else None
 
 
 def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
@@ -184,12 +186,11 @@ def reduction(d: Sharder, node: fx.Node) -> None:
         d.plain(node)
         return
     dims = sorted(named(node, len(d.shape(x))))
-    keep = len(d.shape(node)) == len(d.shape(x))
-    result = d.replay(node)
     if have.dim not in dims:
-        lost = 0 if keep else sum(dim < have.dim for dim in dims)
-        d.done(node, result, have.at(have.dim - lost))
-    elif node.target in MEANS:
+        along(named)(d, node)
+        return
+    result = d.replay(node)
+    if node.target in MEANS:
         d.done(node, d.emit(aten.div.Scalar, (result, d.degree)), Partial())
     elif node.target in MAXIMA:
         _maximum(d, node, x, result, dims)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import CopiedShard, local_shape, value_of
-from piper.capture.shard.sharder import Rule, Sharder
+from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.effects import writes
 from piper.capture.trace_errors import reason
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -53,11 +53,6 @@ VERIFIED = frozenset(
     for name in _NAMES.split()
     if name not in _SINCE or torch.__version__ >= _SINCE[name]
 )
-
-
-def verified(node: fx.Node) -> Rule | None:
-    """Return the rule of an operation of which DTensor's rule has been verified."""
-    return shard_as_dtensor if str(node.target) in VERIFIED else None
 
 
 def shard_as_dtensor(d: Sharder, node: fx.Node) -> None:

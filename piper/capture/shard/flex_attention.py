@@ -155,14 +155,14 @@ def _through_table(d: Sharder, name: str, attribute: Argument, position: int) ->
     result = graph.graph_copy(function.graph, copies)
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
-        table = graph.placeholder(f"places_{d.sharding.axis}")
+        table = graph.placeholder(f"places_{d.request.axis}")
     index = placeholders[position]
     with graph.inserting_after(table):
         place = graph.call_function(aten.index.Tensor, (table, [index]))
     index.replace_all_uses_with(place, delete_user_cb=lambda user: user is not place)
     graph.output(result)
-    setattr(d.recording.root, f"{name}_{d.sharding.axis}", fx.GraphModule(function, graph))
-    return d.attribute(f"{name}_{d.sharding.axis}")
+    setattr(d.recording.root, f"{name}_{d.request.axis}", fx.GraphModule(function, graph))
+    return d.attribute(f"{name}_{d.request.axis}")
 
 
 @torch.library.custom_op("piper::own_blocks", mutates_args=())

@@ -26,6 +26,7 @@ class LocalGraph:
 
     def __init__(self, recording: Recording, sharding: AxisSharding, region_of: RegionOf) -> None:
         self.recording, self.sharding, self.region_of = recording, sharding, region_of
+        self.request = sharding.request
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.layouts: dict[fx.Node, Placement | list[Placement]] = {}
@@ -41,7 +42,7 @@ class LocalGraph:
         self.bundled = max(recording.bundles.values(), default=0)
         self.node: fx.Node  # what is being sharded
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
-        self.fakes, self.device, self.degree = example.fake_mode, example.device, sharding.degree
+        self.fakes, self.device, self.degree = example.fake_mode, example.device, self.request.degree
 
     def layout(self, node: fx.Node) -> Placement:
         """Return how the group holds a value."""
@@ -155,7 +156,7 @@ class LocalGraph:
 
     def place(self, *, on_host: bool = False) -> fx.Node:
         """Return the placeholder of a device's place in its group, on the host for what decides by it."""
-        place = AxisPosition(axis=self.sharding.axis, on_host=on_host)
+        place = AxisPosition(axis=self.request.axis, on_host=on_host)
         if place not in self.ranks:
             with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
                 rank = self.graph.placeholder(f"{'host_' * on_host}place_in_{place.axis}")
@@ -188,7 +189,7 @@ class LocalGraph:
             and not isinstance(layout := self.layouts.get(source, REPLICATE), list)
         ]
         facts = {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(operands)}
-        return CaptureError(what, by=self.sharding.by, facts=facts, hint=hint)
+        return CaptureError(what, by=self.request.by, facts=facts, hint=hint)
 
     def uneven_heads(self, heads: int) -> CaptureError:
         """Return the error of heads that do not divide by the devices of a group."""

@@ -5,7 +5,7 @@ import operator
 
 import torch
 from torch import fx
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 import piper.capture.shard.head_operators  # noqa: F401  registers the operators
 from piper.capture.shard.axis_sharding import NoRuleError
@@ -263,25 +263,17 @@ def _reduced(
 
 
 def compared(d: Sharder, node: fx.Node) -> None:
-    """Compare element by element, and reduce what each device has."""
+    """Compare element by element, and reduce what each device has: as many elements on all of them."""
     sources = node.all_input_nodes
     layout, local = together(d, sources, max(len(d.shape(source)) for source in sources))
     if layout is None:
         d.plain(node)
         return
     reduction = number(argument(node, "reduction"), 1)
-    args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
-    position = [each.name for each in node.target._schema.arguments].index("reduction")  # type: ignore[union-attr]
-    if len(args) > position:
-        args = (*args[:position], 0, *args[position + 1 :])
-    else:
-        kwargs = {**kwargs, "reduction": 0}
-    losses = d.emit(node.target, args, kwargs)
-    if reduction == 0:
-        d.done(node, losses, layout)
-        return
-    total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
-    d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Partial())
+    result = d.replay(node, local)
+    if reduction == 1:
+        result = d.emit(aten.div.Scalar, (result, d.degree))
+    d.done(node, result, Partial() if reduction else layout)
 
 
 RULES: dict[object, Rule] = {

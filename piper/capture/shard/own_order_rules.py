@@ -188,7 +188,7 @@ def route(d: Sharder, node: fx.Node) -> None:
     if not isinstance(have, OwnOrder) or have.dim != 0 or d.layout(counts) != Partial():
         raise NoRuleError("its rows are not sorted by expert on each device, or counted there")
     rows = d.emit(node.target, (d.local[x], d.local[counts]))
-    rows.meta[OWN_ROWS] = (d.sharding.axis, *node.meta.get(OWN_ROWS, ()))
+    rows.meta[OWN_ROWS] = (d.request.axis, *node.meta.get(OWN_ROWS, ()))
     d.varying.add(rows)
     d.routed[node] = have
     d.done(node, rows, [REPLICATE, REPLICATE])

@@ -1,29 +1,30 @@
 """What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from piper.capture.shard.aten import as_aten
-from piper.capture.shard.axis_sharding import AxisSharding
-from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, value_of
+from piper.capture.shard.axis_sharding import AxisSharding, Request
+from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, tensor_of, value_of
 from piper.capture.shard.rules import rule_of
 from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.cut import find_regions
 from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.graph_walks import reached
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Mesh, copies_along
+from piper.ir.mesh import copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
 
 PRODUCTS = {
@@ -32,31 +33,6 @@ PRODUCTS = {
     torch.ops.piper.head_sums.default: (1, 0, 2),
 }  # weight, its dimension of outputs, bias
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One directive, and the regions that it shards."""
-
-    by: str
-    axis: str
-    degree: int
-    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is sharded
-    batch: Mapping[str, int]
-    between: int | None
-    attention: str
-    zigzag: bool
-    regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
-
-    def alike(self, other: "Request") -> bool:
-        """Return whether two directives shard alike, so that slices may pass between their regions."""
-        axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
-        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
-
-    def by_axes(self) -> Iterator["Request"]:
-        """Yield a request for all regions that have the same axes: slices pass between no others."""
-        for axes in dict.fromkeys(mesh.sharing for mesh in self.regions.values()):
-            yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
 
 
 def shard_model(
@@ -108,24 +84,17 @@ def _sharded_once(
     batch: Mapping[str, TensorSpec],
     inner: int,
 ) -> tuple[Recording, list[Parameter]]:
-    meshes = request.regions
-    used = _parameters_of(recording, meshes)
+    region_of = regions_of(recording)
+    used = _parameters_of(recording, region_of, request.regions)
     weights = _weights(request, parameters, used)
     _check_fields(request, batch)
     sharding = AxisSharding(
-        by=request.by,
-        axis=request.axis,
-        degree=request.degree,
+        request=request,
         weights=weights,
         batch={name: Shard(dim, zigzag=request.zigzag) for name, dim in request.batch.items()},
-        between=request.between,
-        attention=request.attention,
-        zigzag=request.zigzag,
         inner=inner,
     )
-    sharder = shard_forward(
-        recording, sharding, meshes.__contains__, lambda a, b: a in meshes and meshes[a] == meshes.get(b)
-    )
+    sharder = shard_forward(recording, sharding, region_of)
     _check_gradients(request, [each for each in parameters if each.name in used], sharder.summed)
     shards = sharder.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
@@ -164,16 +133,23 @@ def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: 
                 )
 
 
-def _parameters_of(recording: Recording, regions: Collection[Tags]) -> set[str]:
+def regions_of(recording: Recording) -> Mapping[fx.Node, Tags]:
+    """Return the region of each operation that is in one."""
+    return find_regions(recording, simplify(recording)).region_of
+
+
+def _parameters_of(
+    recording: Recording, region_of: Mapping[fx.Node, Tags], regions: Collection[Tags]
+) -> set[str]:
     """Return the parameters that the operations of some regions read."""
-    region_of = find_regions(recording, simplify(recording)).region_of
 
-    def reads(node: fx.Node) -> bool:
-        return any(
-            region_of.get(user) in regions or (user not in region_of and reads(user)) for user in node.users
-        )
+    def readers(node: fx.Node) -> Iterable[fx.Node]:
+        return () if node in region_of else node.users
 
-    return {name for node, name in parameter_names(recording).items() if reads(node)}
+    names = parameter_names(recording).items()
+    return {
+        name for node, name in names if any(region_of.get(x) in regions for x in reached([node], readers))
+    }
 
 
 def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
@@ -263,26 +239,17 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     return replace(traced, outline=outline, pieces=pieces, recording=recording)
 
 
-def shard_forward(
-    recording: Recording,
-    sharding: AxisSharding,
-    inside: Callable[[Tags], bool],
-    peers: Callable[[Tags, Tags], bool],
-) -> Sharder:
-    """Shard a forward in ATen operations over the devices of a group.
-
-    inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
-    """
-    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
-    region_of = find_regions(recording, simplify(recording)).region_of
-    sharding = _with_shared(recording, sharding, region_of, inside)
+def shard_forward(recording: Recording, sharding: AxisSharding, region_of: Mapping[fx.Node, Tags]) -> Sharder:
+    """Shard a forward in ATen operations over the devices of a group."""
+    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.request.degree))
+    sharding = _with_shared(recording, sharding, region_of)
     marked: frozenset[str] = frozenset()
     while True:
-        sharder = Sharder(recording, sharding, rule_of, region_of.get, inside, peers, marked)
+        sharder = Sharder(recording, sharding, rule_of, region_of.get, marked)
         try:
             sharder.run()
         except CaptureError:
-            if sharding.between is None or sharding.batch or sharding.gathers_rows:
+            if sharding.request.between is None or sharding.batch or sharding.gathers_rows:
                 raise
             sharding = replace(sharding, gathers_rows=True)
             continue
@@ -300,16 +267,13 @@ def parameter_names(recording: Recording) -> dict[fx.Node, str]:
 
 
 def _with_shared(
-    recording: Recording,
-    sharding: AxisSharding,
-    region_of: Mapping[fx.Node, Tags],
-    inside: Callable[[Tags], bool],
+    recording: Recording, sharding: AxisSharding, region_of: Mapping[fx.Node, Tags]
 ) -> AxisSharding:
     """Keep the weights whole that regions read which this directive does not shard: tied ones."""
     shared = {
         name
         for node, name in parameter_names(recording).items()
-        if any(user in region_of and not inside(region_of[user]) for user in node.users)
+        if any(user in region_of and region_of[user] not in sharding.request.regions for user in node.users)
     }
     weights = sharding.weights.items()
     return replace(
@@ -342,11 +306,10 @@ def _with_biases(recording: Recording, weights: Mapping[str, Shard], degree: int
 
 def _copies(node: fx.Node, degree: int) -> int:
     """Return how many devices hold each head that the outputs of a product become, if these are fewer."""
-    given = value_of(node)
-    for user in node.users if isinstance(given, Tensor) else ():
-        result = value_of(user)
-        if user.target in RESHAPES and isinstance(result, Tensor) and isinstance(given, Tensor):
-            heads = heads_of(tuple(given.shape), tuple(result.shape), Shard(given.dim() - 1))
+    for user in node.users:
+        if user.target in RESHAPES:
+            given, result = (tuple(tensor_of(x).shape) for x in (node, user))
+            heads = heads_of(given, result, Shard(len(given) - 1))
             if 0 < heads < degree and degree % heads == 0:
                 return degree // heads
     return 1
@@ -356,18 +319,12 @@ def _blocks(node: fx.Node) -> int:
     """Return into how many equal parts the last dimension of a product is split."""
     while len(node.users) == 1:
         user = next(iter(node.users))
-        result, given = value_of(user), value_of(node)
-        if user.target in SPLITS:
-            assert isinstance(result, tuple | list)
-            last = result[0].dim() - 1
-            dim = number(argument(user, "dim"))
-            sizes = {int(part.shape[last]) for part in result}
-            return len(result) if dim % (last + 1) == last and len(sizes) == 1 else 1
-        if user.target is aten.glu.default and isinstance(given, Tensor):
-            return 2 if number(argument(user, "dim")) in (-1, given.dim() - 1) else 1
-        if user.target not in RESHAPES or not isinstance(result, Tensor) or not isinstance(given, Tensor):
-            return 1
-        if not result.dim() or result.shape[-1] != given.shape[-1]:
+        if user.target in SPLITS or user.target is aten.glu.default:
+            last, parts = tensor_of(node).dim() - 1, value_of(user)
+            halves = [0, 0]  # of a gate: they are equal
+            sizes = [int(part.shape[last]) for part in parts] if isinstance(parts, tuple | list) else halves
+            return len(sizes) if number(argument(user, "dim")) in (-1, last) and len({*sizes}) == 1 else 1
+        if user.target not in RESHAPES or tensor_of(user).shape[-1:] != tensor_of(node).shape[-1:]:
             return 1
         node = user
     return 1

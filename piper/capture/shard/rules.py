@@ -13,18 +13,6 @@ from piper.capture.trace.recording import marker
 from piper.errors import ConfigError
 
 
-def or_all_rows(rule: Rule) -> Rule:
-    """Make a router's rule, which gathers the group's rows where that is asked; elsewhere it is `rule`."""
-
-    def apply(d: Sharder, node: fx.Node) -> None:
-        if d.sharding.gathers_rows:
-            d.gathered(node)
-        else:
-            rule(d, node)
-
-    return apply
-
-
 def scatter_add(d: Sharder, node: fx.Node) -> None:
     """Add up along a dimension: along the sharded one every device has a term."""
     try:
@@ -33,15 +21,18 @@ def scatter_add(d: Sharder, node: fx.Node) -> None:
         own_order_rules.add_up(d, node)
 
 
+ROUTERS: dict[object, Rule] = {  # these gather the rows of the group where that is asked
+    aten.argsort.stable: own_order_rules.sort,
+    aten.index.Tensor: compute_rules.indexed,
+    aten.scatter_add.default: scatter_add,
+}
 RULES: dict[object, Rule] = {  # grows by `sharding_rule` alone
     **shape_rules.RULES,
     **compute_rules.RULES,
     **loss_rules.RULES,
     **attention_rules.RULES,
     **dict.fromkeys(own_order_rules.SORTS, own_order_rules.sort),
-    aten.argsort.stable: or_all_rows(own_order_rules.sort),
-    aten.index.Tensor: or_all_rows(compute_rules.indexed),
-    aten.scatter_add.default: or_all_rows(scatter_add),
+    **ROUTERS,
 }
 
 
@@ -56,8 +47,10 @@ def rule_of(d: Sharder, node: fx.Node) -> Rule | None:
             "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
         )
     rule = RULES.get(node.target) or compute_rules.by_family(node)
-    own = any(isinstance(d.layouts[source], OwnOrder) for source in node.all_input_nodes)
-    return own_order_rules.in_own_order(rule) if own else rule
+    if any(isinstance(d.layouts[source], OwnOrder) for source in node.all_input_nodes):
+        return own_order_rules.in_own_order(rule)
+    gathers = d.sharding.gathers_rows and rule is not None and rule is ROUTERS.get(node.target)
+    return Sharder.gathered if gathers else rule
 
 
 def sharding_rule(op: torch._ops.OpOverload, fn: Rule) -> None:

@@ -45,12 +45,10 @@ class Sharder(LocalGraph):
         sharding: AxisSharding,
         rule_of: Callable[["Sharder", fx.Node], Rule | None],
         region_of: RegionOf,
-        inside: Callable[[Tags], bool],
-        peers: Callable[[Tags, Tags], bool],
         marked: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(recording, sharding, region_of)
-        self.rule_of, self.inside, self.peers, self.marked = rule_of, inside, peers, marked
+        self.rule_of, self.marked = rule_of, marked
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.lengths = [
@@ -91,8 +89,9 @@ class Sharder(LocalGraph):
         shape = self.shape(node)
         want: Placement = REPLICATE
         wish = None if isinstance(like, CopiedShard) else like
-        if wish is None and self.sharding.between is not None and len(shape) > self.sharding.between + 1:
-            wish = Shard(self.sharding.between, zigzag=self.sharding.zigzag)
+        between = self.request.between
+        if wish is None and between is not None and len(shape) > between + 1:
+            wish = Shard(between, zigzag=self.request.zigzag)
         if have.op == "sum" and wish is not None and wish.dim < len(shape):
             if divides(shape[wish.dim], wish, self.degree):
                 want = wish
@@ -131,7 +130,7 @@ class Sharder(LocalGraph):
     def _is_outside(self) -> bool:
         """Return whether what is being sharded is in a region that this axis does not shard."""
         region = self.region_of(self.node)
-        return region is not None and not self.inside(region)
+        return region is not None and region not in self.request.regions
 
     def _unsharded(self, node: fx.Node) -> fx.Node:
         """Return the placeholder of a whole field: regions that the axis does not shard load all of it."""
@@ -199,7 +198,7 @@ class Sharder(LocalGraph):
         return whole
 
     def _collect(self, local: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
-        result = self.exchange(local, change(self.sharding.axis, self.degree, have, want, varies))
+        result = self.exchange(local, change(self.request.axis, self.degree, have, want, varies))
         self.varying.discard(result)
         if isinstance(want, Replicate):
             self.between.discard(result)
@@ -211,7 +210,9 @@ class Sharder(LocalGraph):
         if isinstance(have, Partial):
             return node
         here, there = self.region_of(self.node), self.region_of(node)
-        reads_slices = here is not None and self.inside(here) and (there is None or self.peers(there, here))
+        meshes = self.request.regions
+        mesh = meshes.get(here) if here is not None else None
+        reads_slices = mesh is not None and (there is None or meshes.get(there) == mesh)
         if isinstance(have, Shard) and not reads_slices:
             return node
         return self.leaders.setdefault(here, self.node)
@@ -279,9 +280,9 @@ class Sharder(LocalGraph):
     def _arriving(self, source: fx.Node) -> Shard | None:
         """Return how to shard activations that arrive from another region: as fields of the same length."""
         region, value = self.region_of(source), value_of(source)
-        if region is None or self.inside(region) or not isinstance(value, Tensor) or value.dim() < 3:
+        if region is None or region in self.request.regions or not self.is_whole(source):
             return None
-        if not value.is_floating_point() or not self.is_whole(source):
+        if not isinstance(value, Tensor) or value.dim() < 3 or not value.is_floating_point():
             return None
         shards = (shard for shard, length in self.lengths if value.shape[shard.dim] == length)
         return next(shards, None)
@@ -321,9 +322,8 @@ class Sharder(LocalGraph):
         sharded = sharded or (draws(node) and any(self.relaid(source) for source in sources))
         if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
             sharded = sharded or sources[1].all_input_nodes[0] in self.routed
-        return (
-            self.rule_of(self, node) if sharded and (tags is None or self.inside(tags)) else Sharder.gathered
-        )
+        here = tags is None or tags in self.request.regions
+        return self.rule_of(self, node) if sharded and here else Sharder.gathered
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
         """Write an operation by its rule; one that has none or that it refuses, on gathered operands."""

@@ -39,7 +39,7 @@ def ours(recording: Recording, layouts: Sequence[placements.Placement]) -> list[
     """Return the placements of results under Piper's rules."""
     sharding = sharding_of(recording, layouts, DEGREE)
     bare = replace(recording, results=())  # results stay as their operations leave them
-    sharder = Sharder(bare, sharding, rule_of, lambda node: None, lambda tags: True, lambda a, b: True)
+    sharder = Sharder(bare, sharding, rule_of, lambda node: None)
     try:
         sharder.run()
     except CaptureError as error:

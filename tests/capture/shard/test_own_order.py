@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from piper.ir.sharding import Placement, Shard
+from tests.capture.shard.test_rules import Batch, Net, X, compare, divided
 from tests.capture.shard.verdict import Sample, Verdict, judge, recorded
 
 LAYOUTS = [Shard(1), Shard(1, zigzag=True), Shard(0)]
@@ -109,3 +111,15 @@ def test_rows_that_return_to_their_places(call: Callable[[Tensor], Tensor], layo
 def test_places_in_an_order_that_differs(name: str) -> None:
     found = verdict(REFUSED[name], Shard(1))
     assert found.kind == "refused", found
+
+
+def test_a_router_that_looks_at_places_gathers_the_rows_of_activations_between_regions() -> None:
+    def call(net: Net, batch: Batch) -> Tensor:
+        tokens = F.linear(F.linear(batch["x"], net.w), net.v).sin().flatten(0, 1)
+        order = tokens[:, 0].argsort(stable=True)
+        weights = torch.zeros(4, dtype=tokens.dtype).scatter_add(0, order % 4, tokens[:, 1])
+        return (tokens[order].cumsum(0) * tokens).sum() + weights.square().sum()
+
+    shapes, weights = {"w": (16, 8), "v": (8, 16)}, {"w": Shard(0), "v": Shard(1)}
+    assert divided(call, shapes, X, weights, between=1).sharding.gathers_rows
+    compare(call, shapes, X, weights, between=1)

@@ -401,7 +401,7 @@ def test_attention_that_a_ring_cannot_pass_on() -> None:
     assert found("biased") == cleandoc("""
         shard #0 (here): aten.scaled_dot_product_attention.default cannot be sharded: its mask has a gradient, which a ring does not compute
           operation: aten.scaled_dot_product_attention.default (here)
-          operands:  transpose [4, 3, 6, 4] sharded along 2, reshape_default [1, 1, 6, 6] whole
+          operands:  transpose [4, 3, 6, 4] sharded along 2, arg3_1 [6, 6] whole
           hint:      use attention="gather" there
     """)
     assert found("longer").startswith(

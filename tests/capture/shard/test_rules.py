@@ -13,13 +13,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import reshaped
-from piper.capture.shard.request import shard_forward
+from piper.capture.shard.request import regions_of, shard_forward
 from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import record
 from piper.errors import CaptureError
 from piper.ir.sharding import Shard
 from tests.capture.shard import lockstep
+from tests.capture.shard.verdict import request_of
 
 Batch = Mapping[str, Tensor]
 
@@ -63,18 +64,10 @@ def divided(
             name: torch.empty(value.shape, dtype=torch.float64 if value.is_floating_point() else value.dtype)
             for name, value in batch.items()
         }
-    sharding = AxisSharding(
-        by="shard #0",
-        axis="TP",
-        degree=degree,
-        weights=weights,
-        batch=fields or {},
-        between=between,
-        attention=attention,
-        zigzag=zigzag,
-    )
+    request = request_of(degree, between, attention, zigzag)
+    sharding = AxisSharding(request=request, weights=weights, batch=fields or {})
     recording = as_aten(record(model, lambda net, given: call(cast(Net, net), given), fakes))
-    return shard_forward(recording, sharding, lambda tags: True, lambda a, b: True)
+    return shard_forward(recording, sharding, regions_of(recording))
 
 
 def compare(

@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.shard.aten import as_aten
-from piper.capture.shard.axis_sharding import AxisSharding
+from piper.capture.shard.axis_sharding import AxisSharding, Request
 from piper.capture.shard.layout import divides
-from piper.capture.shard.request import shard_forward
+from piper.capture.shard.request import regions_of, shard_forward
 from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.recording import FromParameter, Mode, Origin, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch
+from piper.ir.mesh import mesh_of
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 from tests.capture.shard import lockstep
 
@@ -119,13 +120,30 @@ def sharding_of(recording: Recording, layouts: Sequence[Placement], degree: int)
             else:
                 assert isinstance(origin, Batch)
                 batch[origin.field] = layout
-    return AxisSharding(by="shard #0", axis="TP", degree=degree, weights=weights, batch=batch)
+    return AxisSharding(request=request_of(degree), weights=weights, batch=batch)
+
+
+def request_of(
+    degree: int, between: int | None = None, attention: str = "gather", zigzag: bool = False
+) -> Request:
+    """Return what a directive asks that shards all operations of a recording without regions."""
+    return Request(
+        by="shard #0",
+        axis="TP",
+        degree=degree,
+        weights={},
+        batch={},
+        between=between,
+        attention=attention,
+        zigzag=zigzag,
+        regions={(): mesh_of(tuple(range(degree)), ())},
+    )
 
 
 def sharded(recording: Recording, layouts: Sequence[Placement], degree: int) -> Sharder:
     """Shard a recorded operation with its operands in some layouts."""
     sharding = sharding_of(recording, layouts, degree)
-    return shard_forward(recording, sharding, lambda tags: True, lambda a, b: True)
+    return shard_forward(recording, sharding, regions_of(recording))
 
 
 def judge(sample: Sample, recording: Recording, layouts: Sequence[Placement], degree: int) -> Verdict:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from piper.capture.shard import dtensor_rules
+from piper.capture.shard import compute_rules
 from piper.capture.shard.dtensor_rules import shard_as_dtensor
 from piper.capture.shard.sharder import Sharder
 from piper.errors import CaptureError
@@ -47,8 +47,8 @@ def asked(names: object) -> Iterator[set[str]]:
             answered.add(str(node.target))
 
     with (
-        patch.object(dtensor_rules, "VERIFIED", names),
-        patch.object(dtensor_rules, "shard_as_dtensor", noted),
+        patch.object(compute_rules, "VERIFIED", names),
+        patch.object(compute_rules, "shard_as_dtensor", noted),
     ):
         yield answered
 
