@@ -246,23 +246,16 @@ def test_the_table_of_a_package_names_all_of_its_subpackages_and_has_no_circle(p
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Yield the modules of piper that a module imports, at once or late, but not those that only types need."""
-    nodes = nodes_of(path)
-    for_types = {
-        id(inner)
-        for node in nodes
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
+    """Yield the modules of piper that a module imports: at once, late, or for types alone."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if is_module(inner) else node.module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Not through modules in between either, and late imports count."""
+    """Not through modules in between either, and imports that are late or for types alone count."""
     graph = {}
     for path in all_files():
         name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
