@@ -172,7 +172,7 @@ class Env:
         return self.comms.group(ins.comm)
 
 
-def writing(env: Env, ins: Instr, act: Callable[..., Tensor]) -> Bound:
+def writing(env: Env, ins: Instr, act: Callable[..., object]) -> Bound:
     """Bind an instruction that writes what an act makes of the values it reads."""
     slots, sources, target = env.slots, [*map(env.at, ins.reads)], env.at(ins.writes[0])
 

@@ -1,5 +1,6 @@
 """Which form of a kernel is the fastest is measured once, and kept with its code."""
 
+import fcntl
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +97,7 @@ def test_kernels_are_measured_by_our_clock_while_code_first_runs(
     monkeypatch.setattr(tuning, "milliseconds", lambda call: call())
     monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", lambda kernel, ran: ran())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("nothing is under way"))
-    monkeypatch.setattr(tuning.fcntl, "flock", lambda *_: order.append("locked"))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: order.append("locked"))
     plain = InductorBenchmarker.benchmark_gpu
     benchmarker = InductorBenchmarker()
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from piper.directives import apply, order, replicate, shard, split
-from piper.ir.graph import Graph, start
+from piper.ir.graph import Graph, microbatches_of, start
 from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.select import at
@@ -12,7 +12,7 @@ from piper.plan.ops import Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.covers import Covers
 from piper.proof.local_rules import described
-from piper.proof.specification import Specification, microbatches_of
+from piper.proof.specification import Specification
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.symbolic_values import NOTHING, Amounts
 from tests.chain import chain
