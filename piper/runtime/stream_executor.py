@@ -86,8 +86,8 @@ class StreamExecutor:
         plan = self.plan
         handlings = releases(plan)
         signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
-        asked = {place for handling in handlings for place in handling.waits}
-        self.events = {place: self.module.Event() for place in sorted({*signalled.values(), *asked})}
+        awaited = {*signalled.values(), *(place for handling in handlings for place in handling.waits)}
+        self.events = {place: self.module.Event() for place in sorted(awaited | before_waits(plan))}
         steps: list[Step] = []
         computed: list[torch.Event] = []
         for place, (ins, run, handling) in enumerate(zip(plan.instrs, bound, handlings, strict=True)):
@@ -99,7 +99,7 @@ class StreamExecutor:
                 continue
             collective = ins.comm is not None and OPS[ins.op].pattern != "pair"
             pace = computed[-AHEAD] if collective and len(computed) >= AHEAD else None
-            if signal is not None and ins.comm is None:
+            if signal is not None and place in awaited and ins.comm is None:
                 computed.append(signal)
             places = dict.fromkeys([*(signalled[event] for event in ins.waits), *handling.waits])
             steps.append(
@@ -232,6 +232,17 @@ def pause(waited: float) -> float:
     """Wait for the next look at a step, which has been waited for so many seconds. Return the time."""
     sleep(max(GLANCE, waited / LOOKS))
     return monotonic()
+
+
+def before_waits(plan: Plan) -> set[int]:
+    """Return the places after which their stream waits: an event there tells whether it runs still, or waits."""
+    before: dict[str, int] = {}
+    found: set[int] = set()
+    for place, ins in enumerate(plan.instrs):
+        if ins.waits and ins.stream in before:
+            found.add(before[ins.stream])
+        before[ins.stream] = place
+    return found
 
 
 def places_of_streams(plan: Plan, over: Collection[int], ended: Collection[str]) -> dict[str, int]:

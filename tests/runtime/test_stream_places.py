@@ -1,7 +1,7 @@
 """Where the streams of an accelerator are, as the events of a step tell while the host waits for its end."""
 
 from piper.plan.plan import Plan
-from piper.runtime.stream_executor import places_of_streams
+from piper.runtime.stream_executor import before_waits, places_of_streams
 from piper.workers.blame import Failure, Watcher, private_marks
 from tests.runtime.grid import Cell, compiled
 
@@ -12,7 +12,8 @@ def plan_of(device: int) -> Plan:
 
 def ran(plan: Plan, places: list[int]) -> list[int]:
     """Return the places with an event, of those that ran."""
-    return [place for place in places if plan.instrs[place].signals is not None]
+    known = before_waits(plan)
+    return [place for place in places if plan.instrs[place].signals is not None or place in known]
 
 
 def test_streams_are_at_what_they_wait_for_nothing_to_begin() -> None:
@@ -42,6 +43,16 @@ def test_a_gather_that_never_ends_is_shown_alone() -> None:
     others = [place for place, ins in enumerate(plan.instrs) if ins.op in ("load", "recv")]
     found = places_of_streams(plan, ran(plan, others), {plan.instrs[place].stream for place in others})
     assert found == {plan.instrs[first].stream: first}
+
+
+def test_a_stream_that_waits_for_a_value_is_not_shown_at_what_it_computed_before() -> None:
+    """Another device is late with the gradient of the second microbatch: this one computes nothing."""
+    plan = plan_of(0)
+    late = [place for place, ins in enumerate(plan.instrs) if ins.op == "recv"][-1]
+    reader = next(place for place, ins in enumerate(plan.instrs) if plan.instrs[late].signals in ins.waits)
+    before = [place for place in range(reader) if place != late]
+    found = places_of_streams(plan, ran(plan, before), {"send", "load", "gather"})
+    assert found == {"recv": late}
 
 
 def test_marks_follow_the_streams() -> None:
