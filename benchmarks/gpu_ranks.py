@@ -184,6 +184,8 @@ def run_rows(
                     print(f"the budget of {options.budget:.0f} s is spent at {row}", flush=True)
                     return
                 one = replace(task, row=row, port=free_port(), compiled=task.compiled and side != EAGER)
+                for each in (sides[side], *sides.values()):  # the next one's import torch while this one compiles
+                    each.start()
                 try:
                     report.add(one, side, round_, sides[side].run(one, min(left, PATIENCE)))
                 except Failed as error:

@@ -152,6 +152,25 @@ ROWS = {
             peer="",
             ours="dualpipe_v, experts sharded: beside pp2_ep2",
         ),
+        # The two above with experts so wide that their exchanges take about half as long as the computation.
+        Row(
+            name="pp2_ep2_wide",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="1f1b",
+            peer="",
+            ours="one_f_one_b, wide experts sharded",
+        ),
+        Row(
+            name="dualpipev_wide",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="dualpipe-v",
+            peer="",
+            ours="dualpipe_v, wide experts sharded: beside pp2_ep2_wide",
+        ),
         Row(name="cp4", cp=4, peer="DDP + context_parallel", ours="CP, ring, zigzag"),
     )
 }
@@ -189,6 +208,10 @@ SMALL = decoder.Config(vocab=16_384, dim=1024, layers=16, heads=16, kv_heads=8, 
 SMALL_MOE = moe.Config(
     vocab=16_384, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, experts=16, top_k=4, hidden=512
 )
+WIDE_MOE = moe.Config(
+    vocab=16_384, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, experts=8, top_k=1, hidden=16_384
+)
+WIDE = {"pp2_ep2_wide": (4, 8), "dualpipev_wide": (4, 8)}
 MEDIUM = decoder.Config(vocab=32_768, dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=8192)
 LARGE = decoder.Config(vocab=32_768, dim=4096, layers=16, heads=32, kv_heads=8, head_dim=128, hidden=14_336)
 LARGE_MOE = moe.Config(
@@ -243,6 +266,7 @@ SIZES = {
                         "dualpipev_ep2": (4, 4),
                     },
                 ),
+                **shapes(SMALL, WIDE_MOE, 1024, WIDE),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
             },
         ),
@@ -279,6 +303,7 @@ SIZES = {
                         "pp2_tp2": (2, 4),
                     },
                 ),
+                **shapes(LARGE, WIDE_MOE, 1024, WIDE),
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
             },
         ),

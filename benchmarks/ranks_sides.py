@@ -250,7 +250,9 @@ class ProcessSide:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        """Start the processes."""
+        """Start the processes, unless they wait already."""
+        if self.processes:
+            return
         context = multiprocessing.get_context("spawn")
         for main, environment in zip(self.mains, self.environments, strict=True):
             here, there = context.Pipe()
@@ -263,8 +265,7 @@ class ProcessSide:
 
     def run(self, task: Task, patience: float) -> Figures:
         """Train a row. Wait for so many seconds at most."""
-        if not self.processes:
-            self.start()
+        self.start()
         try:
             figures = self._answer(task, patience)
         except Failed:
