@@ -159,11 +159,12 @@ def machine() -> str:
 def sides_of(row: str) -> list[str]:
     """Return the sides of a row.
 
-    Torch's zero-bubble schedules run the backward of a compiled block twice, so there they also run eagerly.
+    Torch's zero-bubble schedules run the backward of a block twice, which fails where the block is compiled:
+    there the peer runs eagerly.
     """
     if not ROWS[row].peer:
         return ["piper"]
-    return ["peer", EAGER, "piper"] if ROWS[row].schedule == "zbv" else ["peer", "piper"]
+    return [EAGER, "piper"] if ROWS[row].schedule == "zbv" else ["peer", "piper"]
 
 
 def run_rows(
@@ -184,7 +185,8 @@ def run_rows(
                     print(f"the budget of {options.budget:.0f} s is spent at {row}", flush=True)
                     return
                 one = replace(task, row=row, port=free_port(), compiled=task.compiled and side != EAGER)
-                for each in (sides[side], *sides.values()):  # the next one's import torch while this one compiles
+                # The processes of the next side import torch while those of this one compile.
+                for each in (sides[side], *sides.values()):
                     each.start()
                 try:
                     report.add(one, side, round_, sides[side].run(one, min(left, PATIENCE)))

@@ -235,7 +235,7 @@ def pause(waited: float) -> float:
 
 
 def before_waits(plan: Plan) -> set[int]:
-    """Return the places after which their stream waits: an event there tells whether it runs still, or waits."""
+    """Return the places after which their stream waits: an event there tells if it runs still, or waits."""
     before: dict[str, int] = {}
     found: set[int] = set()
     for place, ins in enumerate(plan.instrs):
