@@ -2,10 +2,10 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from multiprocessing.connection import wait
+from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from time import monotonic, sleep
 from typing import Any, cast
 
@@ -140,25 +140,30 @@ class SocketWorkerGroup(WorkerGroup):
         """Return the answers of these devices. Give up when none has moved for `timeout` seconds."""
         answers: dict[int, object] = {}
         moved = monotonic()
-        while waiting:
-            ready, before = self._ready(waiting), len(answers)
-            for device in ready:
-                answer = self._hear(device)
-                if not isinstance(answer, Leaving):
-                    answers[device] = answer
-                    waiting.discard(device)
-            if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
-                raise self.blamed()
-            if len(answers) > before or self.moving():
-                moved = monotonic()
-            elif monotonic() - moved > timeout + TIMEOUTS.driver_poll:
-                raise self.blamed()
+        with self._inboxes(waiting) as inboxes:
+            while len(answers) < len(waiting):
+                ready, before = ready_devices(inboxes, TIMEOUTS.driver_poll), len(answers)
+                for device in ready:
+                    answer = self._hear(device)
+                    if not isinstance(answer, Leaving):
+                        answers[device] = answer
+                        inboxes.unregister(self.channels[device])
+                if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
+                    raise self.blamed()
+                if len(answers) > before or self.moving():
+                    moved = monotonic()
+                elif monotonic() - moved > timeout + TIMEOUTS.driver_poll:
+                    raise self.blamed()
         return answers
 
-    def _ready(self, devices: set[int], timeout: float = TIMEOUTS.driver_poll) -> list[int]:
-        """Return the devices whose message has come. The wait ends early when a process ends."""
-        ends: dict[object, int] = {self.channels[device]: device for device in devices}
-        return [ends[end] for end in wait([*ends, *self.exit_notifiers], timeout) if end in ends]  # type: ignore[list-item]
+    def _inboxes(self, devices: Iterable[int]) -> BaseSelector:
+        """Return what selects the devices whose message has come, and ends a wait early when a process ends."""
+        inboxes = DefaultSelector()
+        for device in devices:
+            inboxes.register(self.channels[device], EVENT_READ, device)
+        for notifier in self.exit_notifiers:
+            inboxes.register(notifier, EVENT_READ)
+        return inboxes
 
     def _hear(self, device: int) -> object:
         try:
@@ -184,8 +189,9 @@ class SocketWorkerGroup(WorkerGroup):
     def _listen(self, timeout: float) -> None:
         """Read the messages of workers that have not yet reported a failure."""
         done = self.silent | {failure.device for failure in self.failures}
-        for device in self._ready(set(self.devices) - done, timeout):
-            self._hear(device)
+        with self._inboxes(set(self.devices) - done) as inboxes:
+            for device in ready_devices(inboxes, timeout):
+                self._hear(device)
 
     def settled(self) -> JobSnapshot:
         """Return a snapshot in which the remaining workers have reached what they need of the failed one.
@@ -209,6 +215,11 @@ class SocketWorkerGroup(WorkerGroup):
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()
+
+
+def ready_devices(inboxes: BaseSelector, timeout: float) -> list[int]:
+    """Return the devices whose message comes within so many seconds."""
+    return [key.data for key, _ in inboxes.select(timeout) if key.data is not None]
 
 
 class AgentWorkerGroup(SocketWorkerGroup):
