@@ -157,7 +157,7 @@ class SocketWorkerGroup(WorkerGroup):
         return answers
 
     def _inboxes(self, devices: Iterable[int]) -> BaseSelector:
-        """Return what selects the devices whose message has come, and ends a wait early when a process ends."""
+        """Return what selects the devices whose message has come. A wait ends early when a process ends."""
         inboxes = DefaultSelector()
         for device in devices:
             inboxes.register(self.channels[device], EVENT_READ, device)
