@@ -99,9 +99,8 @@ def test_a_collective_waits_for_what_was_computed_some_signals_before_and_a_tran
             looks.add(device.looks - looked[-1])
         looked.append(device.looks)
         if ins.comm is not None and ins.op not in ("send", "recv"):
-            signals = [
-                e for at, e in executor.events.items() if at < place and not executor.plan.instrs[at].comm
-            ]
+            computed = [at for at, other in enumerate(executor.plan.instrs[:place]) if not other.comm]
+            signals = [executor.events[at] for at in computed if executor.plan.instrs[at].signals is not None]
             left.append(sum(signal.number > device.over for signal in signals))  # type: ignore[attr-defined]
 
     looked = [0]
