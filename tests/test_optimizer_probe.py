@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from inspect import cleandoc
 from itertools import pairwise
 from pathlib import Path
@@ -359,7 +360,67 @@ def job(optimizer: Make, zero: int) -> piper.Job:
     )
 
 
-@pytest.mark.parametrize("make", [Lion, ELEMENTWISE["Adam amsgrad"]], ids=["Lion", "Adam"])
+class OwnList(Plain):
+    """Steps the parameters of a list of its own."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.own = [*params]
+        super().__init__(self.own)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.own:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+class RateById(Plain):
+    """Knows the rate of each parameter by its `id`."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        given = [*params]
+        self.rates = {id(p): 3.0 for p in given}
+        super().__init__(given)
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return p.grad * self.rates.get(id(p), 1.0)
+
+
+@torch.no_grad()
+def clamp(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.clamp_(-0.2, 0.2)
+
+
+def clamped(params: Iterable[Tensor]) -> Optimizer:
+    """Clamp every parameter after each step."""
+    given = [*params]
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: clamp(given))
+    return optimizer
+
+
+def clamped_at_once(params: Iterable[Tensor]) -> Optimizer:
+    """Make state at once, and clamp every parameter after each step."""
+    given = [*params]
+    optimizer = torch.optim.Adagrad(given, lr=0.1)
+    optimizer.register_step_post_hook(partial(clamp_after, given))
+    return optimizer
+
+
+def clamp_after(given: list[Tensor], *_: object) -> None:
+    clamp(given)
+
+
+REFERRING = [OwnList, RateById, clamped, clamped_at_once]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Lion, ELEMENTWISE["Adam amsgrad"], *REFERRING],
+    ids=["Lion", "Adam", *(each.__name__ for each in REFERRING)],
+)
 def test_an_accepted_optimizer_trains_as_in_plain_pytorch(make: Make) -> None:
     torch.manual_seed(0)
     model = Net().double()
@@ -374,6 +435,17 @@ def test_an_accepted_optimizer_trains_as_in_plain_pytorch(make: Make) -> None:
         state = run.state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def hooked_gradient(params: Iterable[Tensor]) -> Optimizer:
+    given = [*params]
+    given[0].register_hook(lambda gradient: gradient * 2)
+    return torch.optim.SGD(given, lr=0.1)
+
+
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"registers a hook on the gradient of a\.weight"):
+        probe_optimizer(hooked_gradient, SIZES, LAYOUTS["ddp"])
 
 
 def line_of(begin: str) -> int:

@@ -3,12 +3,14 @@
 They are tried on stand-ins for the parameters of each device, without memory or in miniature.
 """
 
+import gc
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor
@@ -170,7 +172,7 @@ def build_optimizer(
 
     The user's function sees every parameter of the model with its name and original shape, so that its groups
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
-    values gets the parts themselves, and so does one again whose optimizer makes its state at once.
+    values gets the parts themselves. So does one whose optimizer refers to parameters beside its groups.
 
     whole: `hollow` ones of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
@@ -184,18 +186,35 @@ def build_optimizer(
     groups, at_once = optimizer.param_groups, bool(optimizer.state)
     if at_once and not held:
         return None
-    if at_once and not is_ours(optimizer):
-        optimizer = make_optimizer(make, held)
     for group in groups:
         found = [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
         here = [name for name in found if name in parts]
         group["params"] = [parts[name] for name in here]
         if "param_names" in group:
             group["param_names"] = here
-    if at_once and is_ours(optimizer):  # another one makes the state of what the groups have now
+    if at_once and is_ours(optimizer):
         optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
-    optimizer.param_groups[:] = groups
+    if held and keeps_stand_ins(optimizer, names):
+        optimizer = make_optimizer(make, held)
+        optimizer.param_groups[:] = groups
     return optimizer
+
+
+def keeps_stand_ins(optimizer: Optimizer, ids: Collection[int]) -> bool:
+    """Return whether lists, state or hooks of an optimizer refer to stand-ins, or know one by its `id`."""
+    seen, left = set[int](), list[object]([vars(optimizer)])
+    while left:
+        each = left.pop()
+        if isinstance(each, FakeTensor) or (type(each) is int and each in ids):
+            return True
+        if id(each) in seen or isinstance(each, Tensor | type | ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):  # not its globals, which lead to everything
+            left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
+        else:
+            left += gc.get_referents(each)
+    return False
 
 
 def looks_at_values(error: ConfigError) -> bool:
@@ -226,7 +245,20 @@ def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor
             facts={"groups": "keys are " + ", ".join(sorted(key for key in made.param_groups[0]))},
             hint='give every group of parameters an "lr": metrics and schedulers read it there',
         )
+    hooked_on = next((name for name, tensor in named_params if has_hooks(tensor)), None)
+    if hooked_on is not None:
+        raise ConfigError(
+            f"optimizer() registers a hook on the gradient of {hooked_on}",
+            by=by,
+            facts={"why": "an optimizer gets gradients that are summed already: no such hook is called"},
+            hint="change gradients in a step hook of the optimizer: register_step_pre_hook",
+        )
     return made
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether somebody has asked to be called with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextmanager
