@@ -19,6 +19,7 @@ from piper.plan.text import read_plans, show_plans
 from piper.proof.values import prove_values
 from piper.runtime.trainers import takes_pairs
 from tests import plain
+from tests.optimizers import Cooling
 
 Make = Callable[..., Optimizer]
 
@@ -122,6 +123,7 @@ OPTIMIZERS: dict[str, Make] = {
     "muon": muon,
     "adafactor": adafactor,
     "shampoo": Shampoo,
+    "cooling": Cooling,
 }
 WHOLE = ("muon", "adafactor", "shampoo")
 
@@ -263,6 +265,34 @@ def test_a_checkpoint_of_whole_tensors_goes_on_under_another_strategy(
             run.step(rows(seed))
         state = run.state_dict()
     assert plain.largest_difference(alone("adafactor"), state) < 1e-9
+
+
+def test_state_that_belongs_to_no_parameter_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    with piper.launch(piper.compile(job("cooling", 3))) as run:
+        list(run.train(2))
+        run.save(tmp_path / "saved")
+    other = piper.compile(replace(job("cooling", 0), strategy=[]))
+    with piper.launch(other, resume=tmp_path / "saved") as run:
+        for seed in (2, 3):
+            run.step(rows(seed))
+        state = run.state_dict()
+    assert plain.largest_difference(alone("cooling"), state) < 1e-12
+
+
+class Counting(torch.optim.SGD):
+    """Says in its `state_dict` how many parameters it has, of which each device has others."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "numbers": [p.numel() for p in self.param_groups[0]["params"]]}
+
+
+def test_state_outside_of_parameters_that_differs_by_device_is_not_saved(tmp_path: Path) -> None:
+    counting = replace(job("cooling", 3), optimizer=lambda params: Counting(params, lr=0.1))
+    with piper.launch(piper.compile(counting)) as run:
+        list(run.train(1))
+        with pytest.raises(ConfigError, match="devices differ in what it keeps outside"):
+            run.save(tmp_path / "saved")
+    assert not [*tmp_path.glob("saved/*.json")]
 
 
 def test_whole_tensors_are_evaluated_where_they_are(program: Program) -> None:

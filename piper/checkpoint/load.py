@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -162,8 +162,11 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
             if kept := moments_of(stored, own_runs, tuple(tensor.shape), reader):
                 state[numbers[id(tensor)]] = kept
 
+    own = cast("dict[str, Any]", decode(record.trainer.own) or {})
+
     def adopt() -> None:
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        everything = {**state, **own.get("state", {})}
+        optimizer.load_state_dict({**optimizer.state_dict(), **own, "state": everything})
         set_options(optimizer, groups)
         for number, parameter in enumerate(parameters):
             for key, value in state.get(number, {}).items():

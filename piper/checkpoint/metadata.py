@@ -95,6 +95,7 @@ class Trainer:
     groups: Plain = None
     scheduler: str | None = None
     schedule: Plain = None
+    own: Plain = None  # what the optimizer keeps, but not for a parameter: the same on all devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -136,6 +136,11 @@ class Movement:
             before.state.clear()
         trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
         if after is not None and trainer.groups is not None:
+            if trainer.own is not None:
+                own = cast("dict[str, Any]", decode(trainer.own))
+                state = {**after.state, **own.pop("state", {})}
+                after.load_state_dict({**after.state_dict(), **own})
+                after.state.update(state)  # as it is: loading casts it
             set_options(after, cast("list[dict[str, object]]", decode(trainer.groups)))
         if self.after.scheduler is not None and trainer.schedule is not None:
             self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))

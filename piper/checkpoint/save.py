@@ -20,6 +20,7 @@ from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 from piper.runtime.bucket_layout import runs_of_slice
 from piper.runtime.device_state import DeviceState
+from piper.runtime.trainers import is_ours
 from piper.runtime.worker import Worker
 
 T = TypeVar("T")
@@ -164,7 +165,8 @@ def trainer_of(state: DeviceState) -> Trainer:
     if optimizer is None or not state.trains:
         return Trainer()
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    return trainer_with(optimizer, groups, scheduler)
+    own = own_state(optimizer)
+    return replace(trainer_with(optimizer, groups, scheduler), own=encode(own, "optimizer") if own else None)
 
 
 def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | None) -> Trainer:
@@ -177,6 +179,17 @@ def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | 
     )
 
 
+def own_state(optimizer: Optimizer) -> dict[str, object]:
+    """Return what an optimizer's `state_dict` has that belongs to no parameter. Empty: nothing."""
+    if is_ours(optimizer):
+        return {}
+    own = {
+        key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")
+    }
+    named = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return own | ({"state": named} if named else {})
+
+
 def one_trainer(devices: Iterable[Trainer]) -> Trainer:
     """Return the trainer of all devices. A step may change options, of a group also only where it trains."""
     trainers = [trainer for trainer in devices if trainer.optimizer is not None]
@@ -184,6 +197,16 @@ def one_trainer(devices: Iterable[Trainer]) -> Trainer:
         return Trainer()
     said = zip(*(cast("list[dict[str, object]]", decode(one.groups)) for one in trainers), strict=True)
     groups = [max(options, key=lambda each: bool(each["params"])) for options in said]
+    if any(trainer.own != trainers[0].own for trainer in trainers):
+        raise ConfigError(
+            "the optimizer's state cannot be written down",
+            by="save",
+            facts={
+                "optimizer": str(trainers[0].optimizer),
+                "but": "devices differ in what it keeps outside state[parameter]",
+            },
+            hint="keep what belongs to a parameter in the optimizer's state[parameter]",
+        )
     apart = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"))
 

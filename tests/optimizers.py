@@ -1,0 +1,29 @@
+"""Optimizers of tests in several files."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Cooling(torch.optim.SGD):
+    """Cools with each step: it counts them in its state under a name, and has a rate in its `state_dict`."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.factor = 1.0
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        steps = self.state["all"]  # type: ignore[index]
+        steps["count"] = steps.get("count", torch.zeros(())) + 1
+        self.factor *= 0.5
+        for group in self.param_groups:
+            group["lr"] = self.factor / float(steps["count"])
+        super().step()
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "factor": self.factor}
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "factor"})
+        self.factor = float(state_dict["factor"])  # type: ignore[arg-type]
