@@ -224,6 +224,7 @@ def looks_at_values(error: ConfigError) -> bool:
 
 def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor]]) -> Optimizer:
     """Call the user's `optimizer`, with pairs if it takes these, and refuse what cannot train on devices."""
+    before = {name for name, tensor in named_params if has_hooks(tensor)}  # the model's own
     with telling("optimizer() failed", make, f"it is called with a list of all parameters: {OPTIMIZER}"):
         made = make(list(named_params) if takes_pairs(make) else Parameters(named_params))  # type: ignore[arg-type]
     by, kind = named("optimizer", make), type(made).__name__
@@ -245,7 +246,8 @@ def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor
             facts={"groups": "keys are " + ", ".join(sorted(key for key in made.param_groups[0]))},
             hint='give every group of parameters an "lr": metrics and schedulers read it there',
         )
-    hooked_on = next((name for name, tensor in named_params if has_hooks(tensor)), None)
+    after = (name for name, tensor in named_params if has_hooks(tensor))
+    hooked_on = next((name for name in after if name not in before), None)
     if hooked_on is not None:
         raise ConfigError(
             f"optimizer() registers a hook on the gradient of {hooked_on}",
