@@ -25,7 +25,6 @@ SlotKind = Literal[
     "kept",  # and for its weight gradients, which may run later
     "carried",  # from input gradients to weight gradients
     "splits",  # how many rows go to which expert
-    "overflows",  # whether some of them exceed their blocks
     "storage",  # that several slots share
     "gradient",  # of a bucket, by one backward
     "grad",  # of a bucket, added up
@@ -46,8 +45,9 @@ SlotKind = Literal[
     "loss",
     "weight",
     "metrics",  # sums and weights of what a loss returns beside the loss
+    "term",  # of another sum of the step, which owns it: see `StepSum`
     "norm",
-    "total",  # the sums of a step over all devices: see `StepSum`
+    "total",  # the sums of a step over all devices
     "seed",  # the gradient that each microbatch's loss starts from
 ]
 # Slots without an owner, and slots that are named after their kind.
@@ -128,10 +128,10 @@ class SlotId(str):
     )  # fmt: skip
 
     kind: SlotKind
-    owner: str  # a chunk, a bucket, a field of the batch, a buffer or a constant
+    owner: str  # a chunk, a bucket, a field of the batch, a buffer, a constant or a sum
     position: int  # of an output, an input or a storage
     number: int  # of a sum, where a value has several
-    reader: str  # the chunk that gives a gradient, where a bucket has several
+    reader: str  # the chunk that gives a gradient or a term, where several do
     devices: tuple[Devices, ...]  # where a value was added up, or brought to, one after another
     again: bool  # made by a forward that runs a second time
     part: Tags  # the microbatch
@@ -171,6 +171,11 @@ class SlotId(str):
     def fields(self) -> tuple[object, ...]:
         place = (self.number, self.reader, self.devices, self.again, self.part, self.run, self.piece)
         return self.kind, self.owner, self.position, *place
+
+    @property
+    def sum_name(self) -> str:
+        """Return the name of the sum of the step that its terms belong to, where it holds terms of one."""
+        return self.owner if self.kind == "term" else self.kind
 
     def at(self, part: Tags) -> "SlotId":
         """Return the slot of one microbatch."""
@@ -278,3 +283,8 @@ def state_slot(bucket: str) -> SlotId:
 def buffer_slot(name: str) -> SlotId:
     """Return the slot of a buffer of the model."""
     return SlotId("buffer", name)
+
+
+def term_slot(sum_name: str, chunk: str) -> SlotId:
+    """Return the slot of what a chunk adds to a sum of the step."""
+    return SlotId("term", sum_name, reader=chunk)

@@ -16,7 +16,7 @@ class StepSum:
     """A sum of a step: one number, or several, in float64.
 
     All sums of a step travel in one tensor, the slot `total`. Each device adds to a sum what it has in slots
-    whose kind is the sum's name; `norm` computes the squares of its gradients.
+    of the sum (`SlotId.sum_name`); `norm` computes the squares of its gradients.
     """
 
     name: Literal["squares", "loss", "weight", "metrics", "overflows"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from piper.ir.chunk import Chunk, Collective, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.chunk_options import block_rows
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SEED, Pass, SlotId, buffer_slot, param_slot, show_part
+from piper.ir.ids import SEED, Pass, SlotId, buffer_slot, param_slot, show_part, term_slot
 from piper.ir.mesh import groups_along
 from piper.ir.node import Compute, Node, SlotNode, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
@@ -257,7 +257,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         flow.values[splits] = Slot(nbytes=places if block else 16 * chunk.experts)
         written = [splits, output_slot(chunk.name, 1)]
         if policy.may_overflow:
-            written.append(SlotId("overflows", chunk.name))
+            written.append(term_slot("overflows", chunk.name))
             flow.values[written[-1]] = Slot(nbytes=1)
         exchange(flow, chunk, None, True, inputs[1:2], written)
     exchange(flow, chunk, "F", chunk.kind == "route", [inputs[0], splits], [output_slot(chunk.name, 0)])

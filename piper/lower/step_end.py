@@ -172,8 +172,8 @@ def terms_of(state: LoweringState, sums: Iterable[StepSum]) -> dict[SlotId, set[
     held: dict[str, dict[SlotId, set[int]]] = {each.name: {} for each in sums}
     for node in state.sequence:
         for slot in node.writes:
-            if slot.kind in held:
-                held[slot.kind].setdefault(slot, set()).update(node.devices)
+            if slot.sum_name in held:
+                held[slot.sum_name].setdefault(slot, set()).update(node.devices)
     return {slot: devices for slots in held.values() for slot, devices in slots.items()}
 
 

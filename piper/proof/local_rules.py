@@ -288,7 +288,7 @@ class LocalRules:
                 self.check_final(at, slot, buckets.pop(bucket.name))
             elif slot in left:
                 self._check_sum(at, slot, left.pop(slot))
-            elif (term := (slot.kind, state.slots[at.program].get(slot))) in terms_left:
+            elif (term := (slot.sum_name, state.slots[at.program].get(slot))) in terms_left:
                 terms_left.remove(term)
             else:
                 state.complain(at, f"counts {slot} twice, or should not count it")

@@ -138,16 +138,16 @@ def norm(env: Env, ins: Instr) -> Bound:
     parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
     plans, device = env.setup.plans, env.setup.device
     places, length = plans.places, sum(plans.sums.values())
-    kinds = dict.fromkeys(slot.kind for slot in ins.reads if slot.kind in places)
-    terms = {kind: [env.at(slot) for slot in ins.reads if slot.kind == kind] for kind in kinds}
+    names = dict.fromkeys(slot.sum_name for slot in ins.reads if slot.sum_name in places)
+    terms = {name: [env.at(slot) for slot in ins.reads if slot.sum_name == name] for name in names}
 
     def run() -> None:
         result = torch.zeros(length, dtype=torch.float64, device=device)
         for slot, copies in parts:
             result[places["squares"]] += squares(parts_of(slots[slot])) / copies
-        for kind, held in terms.items():
+        for name, held in terms.items():
             term = torch.stack([cast(Tensor, slots[slot]) for slot in held]).sum(0)
-            result[places[kind]] = term / plans.copies if kind in OF_STEP else term
+            result[places[name]] = term / plans.copies if name in OF_STEP else term
         slots[target] = result
 
     return run

@@ -234,7 +234,7 @@ def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:
         changed = replace(compiled.plans, plans=(replace(plan, instrs=instrs),))
         return list(value_problems(changed, compiled.graph))
 
-    assert len([problem for problem in problems("norm", "overflows") if "leaves out" in problem]) == 2
+    assert len([problem for problem in problems("norm", "term") if "leaves out" in problem]) == 2
     assert any("does not read the sums" in problem for problem in problems("update", "total"))
 
 
