@@ -107,6 +107,7 @@ class Graph:
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
     averaging: Averaging | None = None  # the graph is then that of the first group
+    metrics: tuple[str, ...] = ()  # that directives add to those of the loss: a sum of the step each
 
     @property
     def chunks(self) -> dict[str, Chunk]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, cast
 
 from piper.ir.chunk import Output
 from piper.ir.graph import Graph
-from piper.ir.ids import SlotId
+from piper.ir.ids import OF_STEP, SlotId, SlotKind
 
 USUAL: Final[Mapping[str, int]] = {"squares": 1, "loss": 1, "weight": 1}  # the lengths of the usual ones
+OWN: Final = (*USUAL, "metrics", "overflows")  # all but the metrics that directives add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class StepSum:
     of the sum (`SlotId.sum_name`); `norm` computes the squares of its gradients.
     """
 
-    name: Literal["squares", "loss", "weight", "metrics", "overflows"]
+    name: str
     length: int = 1
     source: Output | None = None  # a chunk's result that one slot adds up over microbatches. None: no such
     steers: bool = False  # updates depend on it, so they wait for the total
@@ -27,8 +28,8 @@ class StepSum:
     @property
     def slot(self) -> SlotId:
         """Return the slot in which a device adds up the results of its microbatches."""
-        assert self.name != "squares", "there are no squares before the norm"
-        return SlotId(self.name)
+        assert self.name in OF_STEP, "only what a chunk returns has a slot that all its microbatches share"
+        return SlotId(cast(SlotKind, self.name))
 
 
 def step_sums(graph: Graph, *, clip: bool) -> tuple[StepSum, ...]:
@@ -41,5 +42,6 @@ def step_sums(graph: Graph, *, clip: bool) -> tuple[StepSum, ...]:
         StepSum(name="weight", source=outline.weight, steers=outline.weight is not None),
         StepSum(name="metrics", source=outline.metrics, length=2 * len(outline.metric_names)),
         StepSum(name="overflows", length=int(blocks), steers=True),  # how often rows exceed their blocks
+        *(StepSum(name=name, length=2) for name in graph.metrics),  # a sum and its weight
     )
     return tuple(each for each in declared if each.length)

@@ -9,7 +9,7 @@ from piper.ir.chunk_options import Protection
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, Tags
 from piper.ir.sharding import UNSHARDED, Sharding
-from piper.ir.step_sums import USUAL
+from piper.ir.step_sums import OWN, USUAL
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
@@ -133,6 +133,11 @@ class Plans:
         """Return where the numbers of each sum lie in the total of a step."""
         ends = accumulate(self.sums.values())
         return {name: slice(end - self.sums[name], end) for name, end in zip(self.sums, ends, strict=True)}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the metrics that directives add: each is a sum of a step, and its weight."""
+        return tuple(name for name in self.sums if name not in OWN)
 
     @property
     def cloned(self) -> dict[str, Bucket]:

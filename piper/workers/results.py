@@ -51,7 +51,7 @@ def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     return StepResult(
         loss=ratio(sums["loss"], sums["weight"]) if plans.weighted else sums["loss"] * plans.seed,
         grad_norm=ratio(norm, sums["weight"]) if plans.weighted else norm,
-        metrics=metrics_of(outline.metric_names, sums.numbers.get("metrics", ())),
+        metrics=metrics_of(*metric_sums(plans, outline, sums)),
         repeated=sums.repeated,
     )
 
@@ -83,6 +83,12 @@ def rows_by_expert(plans: Plans, answers: Mapping[int, Sums]) -> dict[str, tuple
         counts = [answers[group[0]].rows[region] for group in bucket.inside if group[0] in answers]
         rows[region] = tuple(map(sum, zip(*counts, strict=True)))
     return rows
+
+
+def metric_sums(plans: Plans, outline: CapturedModel, sums: Sums) -> tuple[tuple[str, ...], list[float]]:
+    """Return the names of the metrics of the loss and of directives, and the sum and the weight of each."""
+    values = [value for name in ("metrics", *plans.metrics) for value in sums.numbers.get(name, ())]
+    return (*outline.metric_names, *plans.metrics), values
 
 
 def metrics_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
@@ -132,11 +138,12 @@ class Means:
             loss, weight = sums["loss"] / piece.copies, sums["weight"] / piece.copies
         else:
             loss, weight = sums["loss"] * plans.seed * piece.samples, float(piece.samples)
-        added = [loss, weight, *(value / piece.copies for value in sums.numbers.get("metrics", ()))]
+        names, values = metric_sums(plans, program.outline, sums)
+        added = [loss, weight, *(value / piece.copies for value in values)]
         before = self.sums or (0.0,) * len(added)
         return replace(
             self,
-            names=program.outline.metric_names,
+            names=names,
             sums=tuple(a + b for a, b in zip(before, added, strict=True)),
             samples=self.samples + piece.samples,
         )
