@@ -208,6 +208,32 @@ OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"
 PAYLOADS: Mapping[Op, type] = {op: each.payload for op, each in OPS.items() if each.payload is not None}
 COMMUNICATION = frozenset(op for op, operation in OPS.items() if operation.communicates)
+REDUCES = "Sum a bucket's gradients over some of its devices, each of which may keep only its shard."
+DOES: Mapping[str, str] = {  # in a sentence: the operations of nodes
+    "compute": "Run one phase of one chunk on one microbatch.",
+    "transfer": "Send a value from one set of devices to another: a send and a receive in the plan.",
+    "load": "Load one field of the batch, for one microbatch, on the devices that read it.",
+    "add": "Sum two gradients of one value that came from two of its readers.",
+    "counts": "Send each device of an expert group the number of rows it will get from each.",
+    "exchange": "Send rows to the devices of their experts, or back: an all-to-all with uneven counts.",
+    "collect": "Run a collective that changes the layout of a sharded value, or of its gradient.",
+    "slice": "Keep a device's own slice of a value that its group holds.",
+    "gather": "All-gather a bucket's sharded parameters, for a run of uses or after an update.",
+    "accumulate": "Add one backward's weight gradients, or one microbatch's loss, to the sum of the step.",
+    "all_reduce": REDUCES,
+    "reduce_scatter": REDUCES,
+    "reshard": "Give slices of gradients to devices that update parameters in full, or slices of these back.",
+    "norm": "Square and sum the gradients of a device. Over all devices, each parameter counts once.",
+    "total": "Sum the norms, losses and weights over all devices, so that every device has the result.",
+    "update": "Step the optimizer over the parameters, or shards, that live on these devices.",
+    "average": "Average what a device trains of a bucket with its counterparts in other groups, when due.",
+    "merge": "Merge an average that has travelled behind other steps, and begin the next, when due.",
+    "broadcast": "Broadcast the first replica's buffers to the others.",
+    "protect": "Copy a part of the state into memory that outlives workers.",
+    "mirror": "Give the copies of each device's state to the next device of its group, around the end.",
+    "offload": "Copy values to memory of the host, which frees their memory on the device.",
+    "fetch": "Copy values from memory of the host back to the device, ahead of their next use.",
+}
 BY_HOST: Mapping[Op, str] = {  # why the host takes part in every step, so that none with these is one graph
     "average": "the host says in every step whether groups average",
     "protect": "the host says in every step where the copies go",

@@ -14,10 +14,10 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, b
 from piper.ir.graph import start
 from piper.ir.ids import SlotId
 from piper.ir.select import at
-from piper.lower.explain import DOES, explain
+from piper.lower.explain import explain
 from piper.lower.state import LoweringState, Settings
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Op
+from piper.plan.ops import DOES, Op
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
 from piper.schedules import one_f_one_b, zero_bubble
