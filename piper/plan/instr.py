@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from piper.ir.ids import Pass, SlotId, Tags
-from piper.plan.ops import TRAVELS, Collecting, Field, OfBucket, Op, Payload, Routing
+from piper.plan.ops import TRAVELS, Collecting, Field, OfBucket, OfPass, Op, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +29,17 @@ class Instr:
         match self.payload:
             case Pass() as run:
                 return run
-            case Routing(run=run) | Collecting(run=run) | OfBucket(run=run):
+            case OfPass(run=run) | OfBucket(run=run):
                 return run
         return None
 
     @property
     def part(self) -> Tags:
-        """Return the microbatch of a load, pass, exchange or collective. Empty: it has no microbatch."""
+        """Return the microbatch of a load, or of the one pass that it is about. Empty: it has none."""
         match self.payload:
             case Pass(part=part) | Field(part=part):
                 return part
-            case Routing(run=run) | Collecting(run=run):
+            case OfPass(run=run):
                 return run.part
         return ()
 

@@ -66,20 +66,25 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The payload of counts or an exchange of rows: the pass, and whether rows go to the experts or back."""
+class OfPass:
+    """The payload of what is done for one pass of a chunk."""
 
     run: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing(OfPass):
+    """The payload of counts or an exchange of rows: the pass, and whether rows go to the experts or back."""
+
     outward: bool = True
     rows: int = 0  # that each device sends, where they travel in blocks
     block: int = 0  # rows from each device to each. 0: as many as are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collecting:
+class Collecting(OfPass):
     """The payload of a collective inside a region: the pass, and the collective of each group."""
 
-    run: Pass
     how: Collective
     devices: Devices = ()  # of a slice, which has no communicator: the set, and
     stride: int = 1  # how far apart in it the devices of a group lie
