@@ -46,11 +46,8 @@ from piper.workers.results import (
     rows_by_expert,
     sums_over_groups,
 )
-from piper.workers.serve import ProgramBatch, WorkerAnswers
+from piper.workers.serve import ProgramBatch, WorkerAnswers, needs_of
 
-AT_HOME = ("load", "adopt", "restore", "owned", "optimizer_state")
-# ^ calls about the state as the first program holds it
-LOADS = ("load", "adopt", "restore")  # those that change the values of buffers
 MANY = 8  # shapes after which a message says how to need fewer
 log = logging.getLogger("piper")
 
@@ -84,9 +81,10 @@ class Session(SavedWorkers):
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        if self.moves and call.__name__ in AT_HOME:
+        needs = needs_of(call)
+        if self.moves and needs.at_home:
             super().ask(WorkerAnswers.come_home, dict.fromkeys(self.devices))
-        if call.__name__ in LOADS:
+        if needs.loads:
             self.elsewhere = {}
         return super().ask(call, arguments)
 

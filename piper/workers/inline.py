@@ -17,10 +17,8 @@ from piper.runtime.worker import Options, Worker
 from piper.workers.blame import Watcher, blame, private_marks
 from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
-from piper.workers.serve import WorkerAnswers
+from piper.workers.serve import WorkerAnswers, needs_of
 from piper.workers.transport.versions import Files, WorkerVersions
-
-TOGETHER = ("step", "evaluate", "protect", "come_home")  # calls that devices answer in their threads
 
 
 class InlineWorkerGroup(WorkerGroup):
@@ -60,11 +58,10 @@ class InlineWorkerGroup(WorkerGroup):
         return unread_values(program, values)
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        name = call.__name__
-        if name not in TOGETHER:
+        if not needs_of(call).together:
             return {device: call(self.answers[device], value) for device, value in arguments.items()}
         answers = self._together(call, arguments)
-        if name == "step" and self.protects and self.program.plans.protection is None:
+        if call == WorkerAnswers.step and self.protects and self.program.plans.protection is None:
             self._together(WorkerAnswers.protect, dict.fromkeys(self.devices))
         return answers
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic
 from typing import NoReturn, cast
@@ -42,6 +42,35 @@ from piper.workers.transport.versions import WorkerVersions
 
 ProgramBatch = tuple[int, Mapping[str, BatchSlice | Tensor]]
 # ^ the number of a program, and a device's rows of a batch, with the tables of experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a call of workers needs beyond an answer from each."""
+
+    together: bool = False  # devices wait for each other, so each of them answers in a thread of its own
+    at_home: bool = False  # the state as the first program holds it
+    loads: bool = False  # it changes the values of buffers
+    whole: str = ""  # all devices of the job. Why a device that runs alone refuses it
+
+
+NEEDS: Mapping[str, Needs] = {  # by the name of the method of `WorkerAnswers`
+    "step": Needs(together=True),
+    "evaluate": Needs(together=True),
+    "protect": Needs(together=True),
+    "come_home": Needs(together=True),
+    "load": Needs(at_home=True, loads=True),
+    "adopt": Needs(at_home=True, loads=True),
+    "restore": Needs(at_home=True, loads=True),
+    "owned": Needs(at_home=True, whole="there is no full state"),
+    "gradients": Needs(whole="there are no gradients of a whole job"),
+    "optimizer_state": Needs(at_home=True, whole="there is no optimizer state of a whole job"),
+}
+
+
+def needs_of(call: Callable[..., object]) -> Needs:
+    """Return what a call of workers needs, which is given as the method that answers it."""
+    return NEEDS.get(call.__name__, Needs())
 
 
 class WorkerAnswers(BackgroundSaver):

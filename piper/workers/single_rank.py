@@ -18,15 +18,10 @@ from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 from piper.workers.group import A, R, WorkerGroup
-from piper.workers.serve import WorkerAnswers
+from piper.workers.serve import WorkerAnswers, needs_of
 
 SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
 SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
-REFUSED = {  # calls that need all devices
-    "owned": "there is no full state",
-    "gradients": "there are no gradients of a whole job",
-    "optimizer_state": "there is no optimizer state of a whole job",
-}
 
 
 class SingleRankGroup(WorkerGroup):
@@ -63,8 +58,8 @@ class SingleRankGroup(WorkerGroup):
         return {}
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        if call.__name__ in REFUSED:
-            raise single_rank_error(REFUSED[call.__name__])
+        if why := needs_of(call).whole:
+            raise single_rank_error(why)
         begin = perf_counter()
         answer = call(self.answers, arguments[self.device])
         if call == WorkerAnswers.step:

@@ -11,6 +11,7 @@ from piper.errors import ConfigError, LaunchError
 from piper.plan.memory_timeline import timeline
 from piper.run.launch import SingleRankRun, launch, launch_single_rank
 from piper.runtime.worker import Options
+from piper.workers.serve import NEEDS, WorkerAnswers
 from tests.runtime.grid import Cell, batches, compiled
 from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 
@@ -100,3 +101,7 @@ def test_what_only_a_whole_job_has() -> None:
         "  why:  one device runs alone, on synthetic numbers\n"
         "  hint: launch the whole job: on='inline', 'local' or 'ray'"
     )
+
+
+def test_what_is_said_of_a_call_is_said_of_a_method_that_answers_it() -> None:
+    assert [name for name in NEEDS if not callable(getattr(WorkerAnswers, name, None))] == []
