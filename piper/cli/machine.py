@@ -28,8 +28,8 @@ WIDTHS = (32, 128, 256, 512, 1024)  # of the layers whose gradients travel: 4 Ki
 STEPS, WARM = 6, 3  # recorded, and taken in all before
 ROUNDS = 2  # of an all-reduce between two
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-SIDE = {"cpu": 256, "cuda": 8192}  # of the matrices that are multiplied
-COPIED = {"cpu": 2**26, "cuda": 2**30}  # bytes
+SIDE = {False: 256, True: 8192}  # of the matrices that are multiplied, by whether on an accelerator
+COPIED = {False: 2**26, True: 2**30}  # bytes, likewise
 TINY = 200  # kernels with next to nothing to do, one after another
 MOST = 1.0  # seconds for one measurement
 
@@ -98,7 +98,8 @@ def best(run: Callable[[], object], kind: str) -> float:
 
 def arithmetic(kind: str, dtype: torch.dtype) -> float:
     """Return the operations per second of a large matrix product."""
-    side = SIDE[kind] if dtype != torch.float64 or kind == "cpu" else SIDE[kind] // 4
+    there = is_accelerator(kind)
+    side = SIDE[there] // 4 if dtype == torch.float64 and there else SIDE[there]
     a, b = (torch.ones(side, side, device=kind).to(dtype) for _ in range(2))
     multiply = partial(torch.mm, a, b)
     if dtype == torch.float8_e4m3fn:
@@ -109,9 +110,9 @@ def arithmetic(kind: str, dtype: torch.dtype) -> float:
 
 def traffic(kind: str) -> float:
     """Return the bytes per second that a copy reads and writes."""
-    source = torch.zeros(COPIED[kind], dtype=torch.uint8, device=kind)
+    source = torch.zeros(COPIED[is_accelerator(kind)], dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
-    return 2 * COPIED[kind] / best(lambda: target.copy_(source), kind)
+    return 2 * source.nbytes / best(lambda: target.copy_(source), kind)
 
 
 def tiny(kind: str) -> float:

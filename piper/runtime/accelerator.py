@@ -5,7 +5,7 @@ where they pay (as in `runtime/cuda`). Everything else asks here, or asks torch'
 gives each kind of accelerator the same streams, events, generators and counts of memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -24,6 +24,24 @@ class Kind:
     visible: str  # the variable of the environment that lists which devices a process may use
     cluster: str  # whose network is meant where none is named
     environment: Mapping[str, str]  # variables of a worker, unless the user has set them
+    versions: Callable[[], Mapping[str, str]] = dict  # of what it runs on, by name
+    pin: Callable[[Tensor], object] | None = None  # lets it access memory of the host. None: it has no way to
+    unpin: Callable[[Tensor], object] = lambda memory: None  # takes this back
+
+
+def cuda_versions() -> dict[str, str]:
+    """Return the versions of CUDA and NCCL."""
+    return {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def cuda_pin(memory: Tensor) -> None:
+    """Let CUDA access memory of the host."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def cuda_unpin(memory: Tensor) -> None:
+    """Take back what `cuda_pin` did."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 KINDS = {  # by torch's name
@@ -34,6 +52,9 @@ KINDS = {  # by torch's name
         # Streams beyond the number of hardware queues (8, or 2 under MPS) share one: work that could run then
         # waits behind a receive of another stream.
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+        versions=cuda_versions,
+        pin=cuda_pin,
+        unpin=cuda_unpin,
     )
 }
 
@@ -98,11 +119,21 @@ def wait_for_stream(device: torch.device) -> None:
         module(device).current_stream(device).synchronize()
 
 
-def pin(memory: Tensor) -> None:
-    """Let accelerators access memory of the host. PyTorch's own pinned memory comes in powers of two."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+def capturing(device: torch.device) -> bool:
+    """Return whether what an accelerator is given becomes a graph. Some kinds have no graphs."""
+    asked = getattr(module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
-def unpin(memory: Tensor) -> None:
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Let an accelerator access memory of the host. PyTorch's own pinned memory comes in powers of two."""
+    kind = KINDS.get(device.type)
+    if kind is not None and kind.pin is not None and memory.nbytes:
+        kind.pin(memory)
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
     """Take back what `pin` did."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    kind = KINDS.get(device.type)
+    if kind is not None and kind.pin is not None and memory.nbytes:
+        kind.unpin(memory)

@@ -52,9 +52,8 @@ class HostMemory:
             buffer = idle.pop(0) if idle else None
         if buffer is None:
             buffer = HostBuffer(torch.empty(nbytes, dtype=torch.uint8))
-            if is_accelerator(device) and nbytes:
-                pin(buffer.data)
-                weakref.finalize(buffer, unpin, buffer.data)
+            pin(buffer.data, device)
+            weakref.finalize(buffer, unpin, buffer.data, device)
             return buffer
         if buffer.free is not None:
             module(device).current_stream(device).wait_event(buffer.free)

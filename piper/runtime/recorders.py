@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from piper.ir.chunk import CapturedModel, Chunk, Tags
 from piper.ir.ids import LOSS, Pass, SlotId
 from piper.plan.instr import Instr
-from piper.runtime.accelerator import is_accelerator, module
+from piper.runtime.accelerator import capturing, is_accelerator, module
 from piper.runtime.compute import slices
 from piper.runtime.context import Bound, Env
 from piper.runtime.setup import ProgramLike
@@ -133,7 +133,7 @@ class DeviceTimes:
     """The events of one device's instructions. The host issues them long before they run."""
 
     def __init__(self, accelerator: torch.device) -> None:
-        self.module = module(accelerator)
+        self.accelerator, self.module = accelerator, module(accelerator)
         self.recorded: dict[int, tuple[torch.Event, torch.Event]] = {}  # by place, since `take`
 
     def watch(self, place: int, run: Bound) -> Bound:
@@ -141,7 +141,7 @@ class DeviceTimes:
         events = self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
 
         def timed() -> None:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing(self.accelerator):
                 run()  # events inside a graph cannot be read
                 return
             events[0].record()

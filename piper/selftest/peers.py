@@ -287,8 +287,8 @@ def start_peer(rank: Rank, peer: Peer, training: Training) -> None:
     """Build a rank of torch's side."""
     on_gpu = is_accelerator(rank.device)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=PrefixStore("peer", rank.store), rank=rank.number,
-        world_size=rank.size, device_id=rank.device if on_gpu else None,
+        dist.get_default_backend_for_device(rank.device), store=PrefixStore("peer", rank.store),
+        rank=rank.number, world_size=rank.size, device_id=rank.device if on_gpu else None,
     )  # fmt: skip
     rank.step = peer.step(training, rank)
 

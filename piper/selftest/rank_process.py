@@ -19,7 +19,6 @@ from piper.plan.plan import Comm, Plans
 from piper.runtime.accelerator import device_of, is_accelerator
 from piper.runtime.comm.base import Comms, Form
 from piper.runtime.comm.gloo import GlooComms
-from piper.runtime.comm.nccl import NcclComms
 from piper.simulate.measured import Line, line_through
 from piper.workers import serve
 from piper.workers.processes import ClosedError
@@ -75,7 +74,7 @@ class Rank:
         """Return communicators of every kind, which all ranks must ask for."""
         plans, timeout = plans_for(self.size), self.meeting.timeout
         if is_accelerator(self.device):
-            return NcclComms(plans, self.number, self.store, self.device, timeout)
+            return serve.BETWEEN[self.device.type](plans, self.number, self.store, self.device, timeout)
         patience = timedelta(seconds=TIMEOUTS.meeting)  # to connect: some ranks may be late
         return GlooComms(plans, self.number, self.store, LOOPBACK, timeout, patience=patience)
 

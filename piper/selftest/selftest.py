@@ -17,7 +17,7 @@ from piper.errors import ConfigError
 from piper.ir.format import count, size
 from piper.models import decoder
 from piper.run.launch import shared_place
-from piper.runtime.accelerator import accelerators, device_kind, is_accelerator, module
+from piper.runtime.accelerator import KINDS, accelerators, device_kind, is_accelerator, module
 from piper.selftest.comm_cases import CASES
 from piper.selftest.compositions import TOLERANCE, compared, compositions, killed_and_recovered
 from piper.selftest.peers import PEERS, Training, compare
@@ -73,13 +73,13 @@ def versions(machine: Machine) -> Iterator[ResultRow]:
         "machine": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores ({platform.machine()})",
     }
     if is_accelerator(machine.kind):
-        names = [torch.cuda.get_device_name(number) for number in range(accelerators())]
+        there = module(torch.device(machine.kind))
+        names = [there.get_device_name(number) for number in range(accelerators())]
         grouped = (f"{len([*same])} x {name}" for name, same in groupby(names))
-        free, whole = module(torch.device(machine.kind)).mem_get_info()
+        free, whole = there.mem_get_info()
         facts["GPUs"] = ", ".join(grouped)
         facts["memory of the first"] = f"{size(free)} of {size(whole)} free"
-        facts["CUDA"] = str(torch.version.cuda)
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts |= KINDS[machine.kind].versions()
     for package in PACKAGES:
         try:
             facts[package] = importlib.metadata.version(package)

@@ -17,12 +17,13 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.checkpoint.load import BackgroundSaver
 from piper.checkpoint.move_state import move_state
 from piper.ir.ids import Tags
+from piper.plan.plan import Plans
 from piper.runtime.accelerator import KINDS, accelerators, is_accelerator
 from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms, GlooTransport
@@ -40,6 +41,8 @@ from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.serialize import shared
 from piper.workers.transport.versions import WorkerVersions
 
+BETWEEN: Mapping[str, Callable[[Plans, int, Store, torch.device, float], Comms]] = {"cuda": NcclComms}
+# ^ the communicators between accelerators, by kind
 ProgramBatch = tuple[int, Mapping[str, BatchSlice | Tensor]]
 # ^ the number of a program, and a device's rows of a batch, with the tables of experts
 
@@ -187,14 +190,14 @@ class WorkerServer(WorkerAnswers):
         self.steps = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
-        """Return NCCL between accelerators, else gloo; `prefix`: of a program's keys in the common store."""
+        """Return the communicators of a program; `prefix`: of its keys in the common store."""
         given = self.given
         patience = timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
         met = TCPStore(given.host, given.port, is_master=False, wait_for_workers=False, timeout=patience)
         store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
         if is_accelerator(setup.device) and (self.by_sockets or not given.shares):
-            return NcclComms(setup.plans, self.device, store, setup.device, timeout)
+            return BETWEEN[setup.device.type](setup.plans, self.device, store, setup.device, timeout)
         self.transport = self.transport or GlooTransport(given.own)
         gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if is_accelerator(setup.device) else gloo

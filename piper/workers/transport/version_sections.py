@@ -38,6 +38,7 @@ class VersionLayout:
 
 
 CODEC = Codec((Copied, VersionLayout))
+HOST = torch.device("cpu")
 
 
 def same(value: Tensor) -> Tensor:
@@ -70,8 +71,8 @@ class SectionWriter:
             self.begin = rounded(HEAD.size + len(text) + ROOM + len(self.layout))
             self.end = self.begin + nbytes
         index, tensors = text + self.layout, [part.tensor for part in copied.parts]
-        device = next((own.device for own in tensors if is_accelerator(own.device)), None)  # None: the host
-        memory = self._memory(self.end, pinned=device is not None)
+        device = next((own.device for own in tensors if is_accelerator(own.device)), HOST)
+        memory = self._memory(self.end, device)
         HEAD.pack_into(memory, 0, 0, len(text), len(self.layout), self.begin, self.end)
         memory[HEAD.size : HEAD.size + len(index)] = index
         if self.last not in self.targets:
@@ -104,23 +105,21 @@ class SectionWriter:
         del place  # before the memory closes under it
         HEAD.pack_into(memory, 0, *about)
 
-    def _memory(self, nbytes: int, *, pinned: bool = False) -> mmap.mmap:
-        """Return the memory of the older generation, at least this large."""
+    def _memory(self, nbytes: int, reader: torch.device = HOST) -> mmap.mmap:
+        """Return the memory of the older generation, at least this large, which a device can access."""
         steps = [step_in(descriptor, self.number) for descriptor in self.descriptors]
         self.last = min(range(len(steps)), key=lambda i: -1 if (step := steps[i]) is None else step)
         memory = self.memories.get(self.last)
         if memory is None or len(memory) < nbytes:
             if memory is not None:
                 self.targets.pop(self.last, None)
-                if pinned:
-                    unpin(torch.frombuffer(memory, dtype=torch.uint8))
+                unpin(torch.frombuffer(memory, dtype=torch.uint8), reader)
                 memory.close()
             descriptor, begin = self.descriptors[self.last], self.number * SPAN
             # Memory that is missing is an error here. Where it is written to, it would be a killed process.
             os.posix_fallocate(descriptor, begin, nbytes)
             memory = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
-            if pinned:
-                pin(torch.frombuffer(memory, dtype=torch.uint8))
+            pin(torch.frombuffer(memory, dtype=torch.uint8), reader)
         return memory
 
 
