@@ -29,7 +29,7 @@ INTERRUPTED = 130  # as a shell has it after Ctrl-C
 
 Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
 Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="cpu|cuda")
+    str | None, typer.Option(help="cpu, or an accelerator as cuda; else what there is.", metavar="KIND")
 ]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")

@@ -71,7 +71,7 @@ class Program:
     work: LoweringState
     codes: Mapping[int, Captured]  # by the samples in a slice: usually one
     recordings: Recordings  # of the model; other strategies use them again: compile(job, captured=program)
-    device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu or cuda
+    device: str = "cpu"  # the kind of device that it was captured for, and runs on: cpu, or one of `KINDS`
     warnings: tuple[str, ...] = ()  # what the user may not have meant
     cache: Cache | None = None  # of compiled code. None: chunks run operation by operation
     shapes: dict[Shapes, "Program"] = field(default_factory=dict, repr=False, compare=False)  # see `shaped`
@@ -174,7 +174,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
 ) -> Program:
     """Capture a job's model, apply its strategy, lower it to plans and prove them.
 
-    device: the kind of device the job is captured for and runs on, `cpu` or `cuda`. None: CUDA if available.
+    device: the kind of device the job is captured for and runs on, as `cpu` or `cuda`. None: what there is.
     compile: compile the chunks with Inductor, each on first use, unless `cache` already has it. False: chunks
     run operation by operation.
     captured: an earlier program of the same model and loss, or its `recordings`. The model is then traced

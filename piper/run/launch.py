@@ -190,7 +190,7 @@ def machine_memory() -> int:
 
 
 def by_host(program: ProgramLike, on: str, share: str = DEFAULT.share) -> bool:
-    """Return whether the devices of a program on CUDA exchange values through the host."""
+    """Return whether the accelerators of a program exchange values through the host."""
     if on == "inline":
         return is_accelerator(program.device)
     return share == "host" and crowding(program, on) > 0

@@ -61,7 +61,8 @@ class Machine:
             return f"{count(self.devices, 'rank')} on the host, over gloo"
         if not self.apart:
             return shared_place(self.devices, "nccl")
-        return f"{count(self.devices, 'rank')} on {count(self.devices, 'GPU')}, by NCCL"
+        backend = torch.distributed.get_default_backend_for_device(self.kind).upper()
+        return f"{count(self.devices, 'rank')} on {count(self.devices, 'GPU')}, by {backend}"
 
 
 def versions(machine: Machine) -> Iterator[ResultRow]:

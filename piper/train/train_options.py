@@ -34,7 +34,7 @@ class TrainOptions:
     out: Path | None = None
     detect_nan: bool = False
     profile: int = 0  # steps to record
-    device: str | None = None  # cpu or cuda; none: as there is
+    device: str | None = None  # its kind; none: as there is
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
     share: str = "host"  # how devices that share an accelerator exchange values

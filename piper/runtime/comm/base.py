@@ -118,7 +118,7 @@ class Pipe(Protocol):
 class Comms(ABC):
     """The communicators of one device, by the plan's names."""
 
-    on_streams: ClassVar[bool] = False  # work is queued on CUDA streams, and the host does not wait for it
+    on_streams: ClassVar[bool] = False  # work is queued on streams, and the host does not wait for it
 
     def __init__(self, comms: Mapping[str, Comm], device: int) -> None:
         self.comms, self.device = comms, device
