@@ -1,8 +1,9 @@
 """The kinds of device that a program can run on, and what the runtime asks of each.
 
-To add a kind: a row of `KINDS`, the collectives between its devices (`runtime/comm`), and kernels of its own
-where they pay (as in `runtime/cuda`). Everything else asks here, or asks torch's module for the device: torch
-gives each kind of accelerator the same streams, events, generators and counts of memory.
+To add a kind: a row of `KINDS`, the collectives between its devices (`runtime/comm`), which workers find in
+`BETWEEN` (`workers/serve.py`), and kernels of its own where they pay (as in `runtime/cuda`). Everything else
+asks here, or asks torch's module for the device: torch gives each kind of accelerator the same streams,
+events, generators and counts of memory.
 """
 
 from collections.abc import Callable, Mapping
