@@ -461,7 +461,7 @@ def test_the_message_of_one_that_looks_across_tensors() -> None:
         optimizer (test_optimizer_probe.py:{line}): GlobalNorm cannot work where a device does not hold all parameters in order
           devices: 0,1 hold 2 parameters
           but:     layers.0.weight is updated in another way where only some parameters are held: it looks at more than one tensor, or at the order of them
-          hint:    clip with the job's clip_norm, and give each parameter the same options wherever it is: by its shape, not by its place in the list
+          hint:    let every device hold all: zero=0 and no pipeline; or clip with the job's clip_norm, and give each parameter the same options wherever it is: by its shape, not by its place in the list
     """)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from piper.errors import ConfigError, ScheduleError
 from piper.ir.devices import show
@@ -23,6 +24,7 @@ from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.bucket import Bucket
 from piper.process.usercode import named, said
 from piper.runtime.trainers import (
+    PARAMS,
     MakeOptimizer,
     ParameterPart,
     Parts,
@@ -66,6 +68,15 @@ class Trial:
     gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What some steps have made of parts, and of what the optimizer keeps. Values are those inside of it."""
+
+    moved: list[Tensor]  # how far, by part
+    states: list[list[object]]  # by part
+    groups: list[list[object] | None]  # of each group the options, and then all else. None: it has no parts
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
@@ -102,8 +113,9 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]
     if not apart and len(everyone) == 1:
         return probe
     trial = trial_of(make, sizes, small, trained, torch.float64)
-    expected = moved(trial, whole)
-    drawn = unlike(whole, moved(trial, whole, seed=1), expected) if len(everyone) > 1 else None
+    expected = outcome_of(trial, whole)
+    again = outcome_of(trial, whole, seed=1).moved if len(everyone) > 1 else expected.moved
+    drawn = unlike(whole, again, expected.moved)
     if drawn is not None:
         raise ConfigError(
             f"{probe.name} draws random numbers, and each device would draw its own",
@@ -120,8 +132,9 @@ def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]
                 f"{probe.name} cannot work where a device does not hold all parameters in order",
                 by=named("optimizer", make),
                 facts={"devices": f"{show(devices)} hold {count} parameters", "but": why},
-                hint="clip with the job's clip_norm, and give each parameter the same options wherever it "
-                "is: by its shape, not by its place in the list",
+                hint="let every device hold all: zero=0 and no pipeline; or clip with the job's clip_norm, "
+                "and give each parameter the same options wherever it is: by its shape, not by its place in "
+                "the list",
             )
     return probe
 
@@ -130,8 +143,9 @@ def facts_of(optimizer: Optimizer, count: int) -> OptimizerFacts:
     """Return what an optimizer is like that has stepped parameters of so many elements."""
     kept = sum(
         value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
+        for parameter, state in optimizer.state.items()
+        if isinstance(parameter, Tensor)  # else it belongs to none
+        for value in tree_leaves(state)
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
     name = type(optimizer).__name__
@@ -185,38 +199,79 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
     return optimizer, tensors
 
 
-def moved(trial: Trial, parts: Parts, seed: int = 0) -> list[Tensor]:
-    """Return how far an optimizer moves each of some parts."""
-    _, tensors = stepped(trial, parts, seed)
+def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> Outcome:
+    """Return what the steps of a trial make of some parts."""
+    optimizer, tensors = stepped(trial, parts, seed)
     starts = [part.of(trial.start[part.name]) for part in parts]
-    return [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
+    groups = [
+        tree_leaves({k: v for k, v in group.items() if k not in PARAMS}) if group["params"] else None
+        for group in optimizer.param_groups
+    ]
+    own = [value for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
+    own += [value for value in vars(optimizer).values() if isinstance(value, float | Tensor)]
+    return Outcome(
+        moved=[tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)],
+        states=[tree_leaves(optimizer.state.get(tensor, {})) for tensor in tensors],
+        groups=[*groups, tree_leaves(own)],
+    )
 
 
 def unlike(parts: Parts, found: Sequence[Tensor], expected: Sequence[Tensor]) -> ParameterPart | None:
     """Return the first part that moved to another place than expected."""
     for part, got, wanted in zip(parts, found, expected, strict=True):
-        if not wanted.numel():
-            continue
-        least = ROUNDING * float(wanted.abs().nan_to_num().max())
-        if not torch.isclose(got, wanted, rtol=CLOSE, atol=least, equal_nan=True).all():
+        if not close(got, wanted):
             return part
     return None
 
 
-def difference(trial: Trial, parts: Parts, expected: Sequence[Tensor]) -> str | None:
+def close(got: Tensor, wanted: Tensor) -> bool:
+    """Return whether the elements of a tensor are those of another up to rounding, whatever their shapes."""
+    if got.numel() != wanted.numel() or not got.numel():
+        return got.numel() == wanted.numel()
+    got, wanted = got.reshape(-1).double(), wanted.reshape(-1).double()
+    least = ROUNDING * float(wanted.abs().nan_to_num().max())
+    return bool(torch.isclose(got, wanted, rtol=CLOSE, atol=least, equal_nan=True).all())
+
+
+def kept_alike(got: Sequence[object], wanted: Sequence[object]) -> bool:
+    """Return whether an optimizer keeps the same numbers; what is no number may differ."""
+    pairs = [
+        [torch.as_tensor(each) for each in two]
+        for two in zip(got, wanted, strict=False)
+        if all(isinstance(each, Tensor | float | int) for each in two)
+    ]
+    return len(got) == len(wanted) and all(close(*two) for two in pairs)
+
+
+def difference(trial: Trial, parts: Parts, expected: Outcome) -> str | None:
     """Return why an optimizer does not move parts as in the whole model. None: it does."""
-    wanted = dict(zip(trial.start, expected, strict=True))
+    moved = dict(zip(trial.start, expected.moved, strict=True))
+    states = dict(zip(trial.start, expected.states, strict=True))
     try:
-        found = moved(trial, parts)
+        found = outcome_of(trial, parts)
     except ConfigError as error:
         cause = error.__cause__
         why = said(cause) if cause is not None else str(error).splitlines()[0]
         return f"it refuses what a device holds: {why}"
-    part = unlike(parts, found, [part.of(wanted[part.name]) for part in parts])
-    if part is None:
-        return None
-    why = f"{part.name} is updated in another way where only some parameters are held"
-    return f"{why}: it looks at more than one tensor, or at the order of them"
+
+    def part_of(part: ParameterPart, value: object) -> object:
+        start = trial.start[part.name]
+        if isinstance(value, Tensor) and value.numel() == start.numel():
+            return part.of(value.reshape(start.shape))
+        return value
+
+    other = unlike(parts, found.moved, [part.of(moved[part.name]) for part in parts])
+    differs = [] if other is None else [f"{other.name} is updated in another way"]
+    differs += [
+        f"what it keeps for {part.name} differs"
+        for part, state in zip(parts, found.states, strict=True)
+        if not kept_alike(state, [part_of(part, value) for value in states[part.name]])
+    ]
+    for got, wanted in zip(found.groups, expected.groups, strict=False):
+        if got is not None and wanted is not None and not kept_alike(got, wanted):
+            differs.append("what it keeps for all parameters together differs")
+    where = "where only some parameters are held: it looks at more than one tensor, or at the order of them"
+    return f"{differs[0]} {where}" if differs else None
 
 
 def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:

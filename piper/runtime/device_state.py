@@ -13,13 +13,12 @@ from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trainers import build_optimizer, hollow, hooked, is_ours
+from piper.runtime.trainers import PARAMS, build_optimizer, hollow, hooked, is_ours
 
 if TYPE_CHECKING:
     from piper.runtime.cuda.adam import SplitAdam
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-PARAMS = ("params", "param_names")  # what a group has besides options
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
@@ -114,7 +113,8 @@ class DeviceState:
             tensors = [tensor for tensor, _ in portion]
             with self._joined(tensors):
                 give_gradients(portion)
-                with scaled_step(self.optimizer, tensors, divisor, skip if self.captured else None):
+                scaled = scaled_step(self.optimizer, tensors, divisor, skip if self.captured else None)
+                with scaled, in_place(self.optimizer, tensors):
                     self.optimizer.step()
                 for tensor in tensors:
                     tensor.grad = None
@@ -273,6 +273,17 @@ def scaled_step(
     yield
     for name in given:
         delattr(optimizer, name)
+
+
+@contextmanager
+def in_place(optimizer: Optimizer, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let a step that assigns to `data` update the memory that tensors had before, which chunks read."""
+    before = [] if is_ours(optimizer) and not hooked(optimizer) else [tensor.data for tensor in tensors]
+    yield
+    for tensor, data in zip(tensors, before, strict=False):
+        if tensor.data_ptr() != data.data_ptr():
+            data.copy_(tensor.data)
+            tensor.data = data
 
 
 def steps_fused(optimizer: Optimizer) -> bool:

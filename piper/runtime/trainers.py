@@ -32,6 +32,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
 PAIRS = ("named", "named_params", "named_parameters")  # arguments that are pairs of a name and a parameter
+PARAMS = ("params", "param_names")  # what a group has besides options
 TRIED = 2  # steps of a scheduler, before anything is trained
 MOST_SHARDS, MOST_WAYS = 3, 2  # into which a miniature is cut: it has few elements
 LARGEST = 8  # along one axis of a miniature

@@ -155,7 +155,7 @@ class Worker:
         self.env.step += 1
         if self.holder.scheduler is not None:
             # A device that trains nothing in this layout has not stepped its optimizer: say nothing of it.
-            self.holder.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.holder.optimizer._opt_called = True  # type: ignore[union-attr]
             self.holder.scheduler.step()
         return sums
 
