@@ -27,3 +27,17 @@ class Cooling(torch.optim.SGD):
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "factor"})
         self.factor = float(state_dict["factor"])  # type: ignore[arg-type]
+
+
+class Recent(torch.optim.Optimizer):
+    """Keeps the last gradients in a list, and steps by their sum."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                recent = self.state[p]["recent"] = [*self.state[p].get("recent", []), p.grad.clone()][-2:]
+                p.sub_(torch.stack(recent).sum(0), alpha=group["lr"])

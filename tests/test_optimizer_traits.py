@@ -4,7 +4,10 @@ Each is compared with plain PyTorch on one device, in fp64, with and without ZeR
 checkpoint under another degree of it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import piper
+from piper.checkpoint.load import Values
+from piper.checkpoint.plain_export import FORMATS
 from piper.compiler import Program
 from piper.errors import ConfigError
+from piper.train.other_programs import export_state, import_start
 from tests import plain
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -99,7 +105,68 @@ class Counts(Each):
         return p.grad / (self.state["steps"] + self.state["also"])  # type: ignore[index, no-any-return]
 
 
-OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in (AssignsData, Counts)}
+class Remembers(Each):
+    """Keeps the last gradients in a list, a tuple, a dict and a deque."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        state, zero = self.state[p], torch.zeros_like(p)
+        state["list"] = [*state.get("list", []), p.grad.clone()][-2:]
+        state["tuple"] = (state.get("tuple", (0, zero))[0] + 1, p.grad.clone())
+        rates = state.setdefault("rates", {0.5: zero.clone(), 0.9: zero.clone()})
+        for rate, kept in rates.items():
+            kept.mul_(rate).add_(p.grad)
+        state.setdefault("queue", deque([zero.clone()], 2)).append(p.grad.clone())
+        count, last = state["tuple"]
+        all_of_them = [*state["list"], last / count, *rates.values(), *state["queue"]]
+        return torch.stack(all_of_them).sum(0)
+
+
+class Flat(Each):
+    """Keeps a momentum in another shape than the parameter's."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return self.averaged(p, "momentum", p.grad.flatten()).view(p.shape)
+
+
+class Turned(Each):
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return self.averaged(p, "momentum", p.grad.movedim(0, -1)).movedim(-1, 0)
+
+
+class Factored(Each):
+    """Keeps one number for each row, and one for each column."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        squares = p.grad.square().reshape(len(p), -1)
+        row = self.averaged(p, "row", squares.mean(1))
+        column = self.averaged(p, "column", squares.mean(0, keepdim=True))
+        return p.grad / (1e-3 + (row[:, None] * column).sqrt().view(p.shape))
+
+
+class OneNumber(Each):
+    """Keeps one number for each parameter: that of its steps, in a tensor with an axis."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return p.grad / self.averaged(p, "steps", torch.ones(1, dtype=p.dtype))
+
+
+class Sparse(Each):
+    """Keeps every third element, which lie apart in memory."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        kept = self.state[p].setdefault("start", p.detach().clone().flatten()[::30])
+        scale: Tensor = 1 + kept.square().mean()
+        return p.grad * scale
+
+
+TRAITS = (AssignsData, Counts, Remembers, Flat, Turned, Factored, OneNumber, Sparse)
+OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in TRAITS}
 
 
 def job(make: Make, zero: int | None, scheduler: Callable[[Optimizer], Any] | None = None) -> piper.Job:
@@ -218,3 +285,120 @@ class Halving:
 def test_a_scheduler_needs_no_more_than_its_methods(tmp_path: Path) -> None:
     program = piper.compile(job(Each, 1, Halving))
     check(program, [program], alone(Each, Halving), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Remembers", "Flat", "Sparse"])
+def test_what_is_kept_goes_on_in_plain_pytorch_and_back(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = OPTIMIZERS[name]
+    here = replace(job(make, 3), checkpoint=piper.Checkpoint(folder="checkpoints"))
+    with piper.launch(piper.compile(here)) as run:
+        for seed in range(2):
+            run.step(rows(seed))
+        run.save(tmp_path / "saved")
+    export_state(here, Values(tmp_path / "saved"), tmp_path / "out", form="torch", dtype=None)
+    saved = torch.load(tmp_path / "out/checkpoint.pt", weights_only=False)
+    model = Net().double()
+    optimizer = make([*model.parameters()])
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for values in optimizer.state.values():
+        if "queue" in values:  # torch forgets its length
+            values["queue"] = deque(values["queue"], 2)
+    for seed in range(2, STEPS):
+        optimizer.zero_grad()
+        loss(model, rows(seed)).backward()
+        optimizer.step()
+    assert plain.largest_difference(alone(make), model.state_dict()) < 1e-12
+    if name == "Remembers":
+        with pytest.raises(ConfigError, match="keeps tensors in lists or dicts, for which this format"):
+            export_state(here, Values(tmp_path / "saved"), tmp_path / "dcp", form="dcp", dtype=None)
+        assert not (tmp_path / "dcp").exists()
+        return
+    back = import_start("traits", here, tmp_path / "out", tmp_path / "run")
+    with piper.launch(piper.compile(here), resume=back.folder) as run:
+        for seed in range(2, STEPS):
+            run.step(rows(seed))
+        assert plain.largest_difference(alone(make), run.state_dict()) < 1e-12
+    assert not capsys.readouterr().err
+
+
+def test_an_export_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = job(Counts, None)
+    with piper.launch(piper.compile(counts)) as run:
+        run.step(rows(0))
+        run.save(tmp_path / "saved")
+    for form in FORMATS:
+        export_state(counts, Values(tmp_path / "saved"), tmp_path / form, form=form, dtype=None)
+        name = f"{__name__}.Counts"
+        assert capsys.readouterr().err == f"left out: what {name} keeps for no parameter (state)\n"
+
+
+class Unsaveable(Each):
+    """Keeps an object of its own."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        self.state[p]["self"] = self
+        return p.grad
+
+
+class Wraps(Each):
+    """Keeps the whole `state_dict` of another optimizer, in which parameters have numbers."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params)
+        self.inner = torch.optim.Adam(self.param_groups[0]["params"])
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {**state_dict}
+        self.inner.load_state_dict(state.pop("inner"))
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "zero", "message"),
+    [
+        (Unsaveable, 1, "a part of the state cannot be written down"),
+        (Wraps, 1, "devices differ in what it keeps outside"),
+    ],
+)
+def test_a_save_that_is_refused_leaves_nothing_behind(
+    make: Make, zero: int, message: str, tmp_path: Path
+) -> None:
+    with piper.launch(piper.compile(job(make, zero))) as run:
+        run.step(rows(0))
+        with pytest.raises(ConfigError, match=message) as refused:
+            run.save(tmp_path / "new" / "saved")
+        assert [*(tmp_path / "new").iterdir()] == []
+        run.step(rows(1))
+    assert "make room" not in str(refused.value)
+
+
+def test_state_that_does_not_fit_is_an_error_of_the_load(tmp_path: Path) -> None:
+    check(piper.compile(job(Wraps, 0)), [piper.compile(job(Wraps, None))], alone(Wraps), tmp_path)
+    with (
+        pytest.raises(ConfigError, match=r"Wraps.load_state_dict\(\) failed"),
+        piper.launch(piper.compile(job(Wraps, 3)), resume=tmp_path / "saved"),
+    ):
+        pass
+
+
+def test_a_differentiable_step_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        piper.compile(job(lambda params: torch.optim.AdamW(params, differentiable=True), None))
+    line = next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "AdamW(params" in text
+    )
+    assert str(refused.value) == cleandoc(f"""
+        optimizer (test_optimizer_traits.py:{line}): AdamW cannot be used with differentiable=True
+          why:  such a step is part of a graph for autograd, which no parameter of a model can be in
+          hint: leave differentiable out: the step is the same
+    """)

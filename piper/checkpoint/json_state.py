@@ -4,17 +4,59 @@ Numbers, strings, bools, None and lists stay as they are. Any other type is an o
 """
 
 import base64
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from piper.errors import ConfigError
+from piper.runtime.accelerator import is_accelerator
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAt:
+    """Stands for a tensor inside of a list or dict, which lies beside it under a key of its own."""
+
+    key: str
+
+
+def flat_state(state: Mapping[str, object]) -> dict[str, object]:
+    """Return what an optimizer keeps for a parameter, with tensors inside of other values beside these."""
+    flat: dict[str, object] = {}
+
+    def lift(key: str, value: object) -> object:
+        inside: list[Tensor] = []
+
+        def taken(tensor: Tensor) -> TensorAt:
+            inside.append(tensor)
+            return TensorAt(f"{key}[{len(inside) - 1}]")
+
+        outside = tree_map_only(Tensor, taken, value)
+        flat.update({f"{key}[{number}]": tensor for number, tensor in enumerate(inside)})
+        return outside
+
+    for key, value in state.items():
+        flat[key] = value if isinstance(value, Tensor) else lift(key, value)
+    return flat
+
+
+def nested_state(flat: Mapping[str, object]) -> dict[str, object]:
+    """Return a state that was made flat as it was."""
+    inside = set[str]()
+
+    def given(at: TensorAt) -> object:
+        inside.add(at.key)
+        return flat[at.key]
+
+    state = {key: tree_map_only(TensorAt, given, value) for key, value in flat.items()}
+    return {key: value for key, value in state.items() if key not in inside}
 
 
 def encode(value: object, where: str) -> Plain:
@@ -24,21 +66,18 @@ def encode(value: object, where: str) -> Plain:
             return value
         case np.generic():
             return encode(value.item(), where)
-        case list():
-            return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        case tuple():
-            return {"tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        case list() | tuple() | deque():
+            items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            if isinstance(value, list):
+                return items
+            return {"tuple": items} if isinstance(value, tuple) else {"deque": [value.maxlen, items]}
         case Mapping() if not isinstance(value, Counter) and all(type(key) is str for key in value):
             return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
         case Mapping():
             pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return {"counter" if isinstance(value, Counter) else "pairs": cast(Plain, pairs)}
-        case Tensor():
-            return {"tensor": [name_of_dtype(value.dtype), [*value.shape], text_of(raw_bytes(value))]}
-        case np.ndarray() if value.dtype.kind in "biufc":
-            return {"array": [value.dtype.str, [*value.shape], text_of(value.tobytes())]}
-        case bytes() | torch.dtype():
-            return {"bytes": text_of(value)} if isinstance(value, bytes) else {"dtype": name_of_dtype(value)}
+    if (leaf := encode_leaf(value)) is not None:
+        return leaf
     raise ConfigError(
         "a part of the state cannot be written down",
         by="save",
@@ -47,9 +86,29 @@ def encode(value: object, where: str) -> Plain:
     )
 
 
+def encode_leaf(value: object) -> Plain:
+    """Return a value that is no container in the form that JSON can hold. None: there is no form for it."""
+    match value:
+        case Tensor():
+            there = ["device"] if is_accelerator(value.device) else []
+            return {"tensor": [name_of_dtype(value.dtype), [*value.shape], text_of(raw_bytes(value)), *there]}
+        case np.ndarray() if value.dtype.kind in "biufc":
+            return {"array": [value.dtype.str, [*value.shape], text_of(value.tobytes())]}
+        case bytes():
+            return {"bytes": text_of(value)}
+        case torch.dtype():
+            return {"dtype": name_of_dtype(value)}
+        case TensorAt():
+            return {"at": value.key}
+    return None
+
+
 def raw_bytes(value: Tensor) -> memoryview:
     """Return a tensor's elements as bytes."""
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = value.detach().cpu().contiguous()
+    return (
+        flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
+    )  # one element may have any stride
 
 
 def text_of(raw: bytes | memoryview) -> str:
@@ -62,29 +121,43 @@ def name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def decode(value: Plain) -> object:
-    """Return the value that `encode` encoded. Raise ValueError, TypeError or KeyError for any other JSON."""
+def decode(value: Plain, device: torch.device | None = None) -> object:
+    """Return the value that `encode` encoded. Raise ValueError, TypeError or KeyError for any other JSON.
+
+    device: where tensors go that were on an accelerator. None: to the host, as all others.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, device) for item in value]
     if not isinstance(value, dict):
         return value
     ((tag, inner),) = value.items()
     match tag, inner:
         case "tuple", list():
-            return tuple(decode(item) for item in inner)
+            return tuple(decode(item, device) for item in inner)
+        case "deque", [maxlen, list(items)]:
+            return deque((decode(item, device) for item in items), cast("int | None", maxlen))
         case "map", dict():
-            return {key: decode(item) for key, item in inner.items()}
+            return {key: decode(item, device) for key, item in inner.items()}
         case (("pairs" | "counter"), list()):
-            pairs_read = {decode(key): decode(item) for key, item in cast("list[tuple[Plain, Plain]]", inner)}
+            pairs = cast("list[tuple[Plain, Plain]]", inner)
+            pairs_read = {decode(key): decode(item, device) for key, item in pairs}
             return Counter(cast("dict[object, int]", pairs_read)) if tag == "counter" else pairs_read
+    return decode_leaf(tag, inner, device)
+
+
+def decode_leaf(tag: str, inner: Plain, device: torch.device | None) -> object:
+    """Return the value that `encode_leaf` encoded under a tag."""
+    match tag, inner:
         case "bytes", str():
             return base64.b64decode(inner, validate=True)
         case "dtype", str():
             return dtype_named(inner)
-        case "tensor", [str(dtype), list(shape), str(text)]:
+        case "at", str():
+            return TensorAt(inner)
+        case "tensor", [str(dtype), list(shape), str(text), *there]:
             raw, kind = bytearray(base64.b64decode(text, validate=True)), dtype_named(dtype)
             flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
-            return flat.view(cast("list[int]", shape))
+            return flat.view(cast("list[int]", shape)).to(device=device if there else None)
         case "array", [str(dtype), list(shape), str(text)]:
             array = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(dtype))
             return array.reshape(cast("list[int]", shape)).copy()

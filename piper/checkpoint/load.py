@@ -11,18 +11,21 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, spans
 from piper.checkpoint.folder import settled
-from piper.checkpoint.json_state import Plain, decode, dtype_named
+from piper.checkpoint.json_state import Plain, decode, dtype_named, nested_state
 from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name_in_group, read_record
 from piper.checkpoint.save import Copied, RefusedError, buffer_parts, copied, copy_state, range_of
 from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange, Written, write_parts
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, whole_sizes
 from piper.plan.bucket import Bucket
+from piper.runtime.trainers import telling
 from piper.runtime.worker import Worker
 
+OWN_STATE = "let what state_dict() adds be the same on all devices, and keep the rest in state[parameter]"
 WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
 
 
@@ -160,19 +163,25 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
             tensor = tensors[called]
             stored = saved_name(worker, record, called)
             if kept := moments_of(stored, own_runs, tuple(tensor.shape), reader):
-                state[numbers[id(tensor)]] = kept
+                state[numbers[id(tensor)]] = nested_state(kept)
 
-    own = cast("dict[str, Any]", decode(record.trainer.own) or {})
+    own = cast("dict[str, Any]", decode(record.trainer.own, worker.setup.device) or {})
 
     def adopt() -> None:
         everything = {**state, **own.get("state", {})}
-        optimizer.load_state_dict({**optimizer.state_dict(), **own, "state": everything})
+        name = type(optimizer).__name__
+        with telling(f"{name}.load_state_dict() failed", worker.setup.optimizer, OWN_STATE):
+            optimizer.load_state_dict({**optimizer.state_dict(), **own, "state": everything})
         set_options(optimizer, groups)
         for number, parameter in enumerate(parameters):
             for key, value in state.get(number, {}).items():
                 now = optimizer.state[parameter][key]
-                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
-                    optimizer.state[parameter][key] = value.to(now.device)
+                # torch casts to the parameter's type, and makes other containers than there were.
+                if not isinstance(value, Tensor) or now.dtype != value.dtype:
+                    where = now.device if isinstance(now, Tensor) else parameter.device
+                    optimizer.state[parameter][key] = tree_map_only(
+                        Tensor, partial(Tensor.to, device=where), value
+                    )
 
     return adopt
 
@@ -254,7 +263,7 @@ class BackgroundSaver:
         except RefusedError as error:
             self.done = Done(refused=error)
         except ConfigError as error:
-            self.done = Done(trouble=str(error))
+            self.done = Done(refused=RefusedError(error.what, error.facts, error.hint))
         else:
             self._begin("save", copied, folder)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.json_state import Plain, decode, encode, flat_state, nested_state
 from piper.checkpoint.load import set_options
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, last_reads, moves_between, placed
@@ -115,7 +115,7 @@ class Movement:
         """Move parameters and what the optimizer keeps for them, bucket by bucket."""
         everywhere = self.said_everywhere()
         kept: Kept = {
-            name: {key: decode(one) for key, one in keys.items()}
+            name: {key: decode(one, self.where) for key, one in keys.items()}
             for said in everywhere
             for name, keys in said["kept"].items()
         }
@@ -137,7 +137,7 @@ class Movement:
         trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
         if after is not None and trainer.groups is not None:
             if trainer.own is not None:
-                own = cast("dict[str, Any]", decode(trainer.own))
+                own = cast("dict[str, Any]", decode(trainer.own, self.where))
                 state = {**after.state, **own.pop("state", {})}
                 after.load_state_dict({**after.state_dict(), **own})
                 after.state.update(state)  # as it is: loading casts it
@@ -183,13 +183,16 @@ class Movement:
             source = target = None
             if leaves is not None:
                 assert self.before.optimizer is not None
-                given = self.before.optimizer.state[leaves][key]
+                given = cast(Tensor, flat_state(self.before.optimizer.state[leaves])[key])
                 source = FlatPart(given.reshape(-1), self.begin(piece.before, piece.name))
             if enters is not None:
                 made = torch.empty(enters.shape, dtype=value, device=self.where)
                 self.keep(enters, key, made)
                 target = FlatPart(made.view(-1), self.begin(bucket, piece.name))
             exchange.add(self.me, piece.owned, source, target)
+        if enters is not None and kept:
+            assert self.after.optimizer is not None
+            self.after.optimizer.state[enters] = nested_state(self.after.optimizer.state[enters])
 
     def keep(self, tensor: Tensor, key: str, value: object) -> None:
         """Let the optimizer keep a value for what it trains."""
@@ -224,7 +227,7 @@ class Movement:
                 shares = placed(bucket, pieces[parameter], "owned").shares
                 first = next(devices[0] for devices, runs in shares if min(run.there for run in runs) == 0)
                 if first == self.me and tensor in states:
-                    kept[parameter] = dict(said(parameter, tensor, states[tensor]))
+                    kept[parameter] = dict(said(parameter, tensor, flat_state(states[tensor])))
         return kept
 
 
@@ -246,14 +249,12 @@ def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tup
         if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
             yield key, encode(value.dtype, key)
         else:
-            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            yield key, encode((value, on_device), f"optimizer.{name}.{key}")
+            yield key, encode(value, f"optimizer.{name}.{key}")
 
 
 def alone(value: object, tensor: Tensor, elementwise: bool) -> object:
     """Return a value that does not move; `elementwise`: it would, if its parameter were not one number."""
-    kept, on_device = cast("tuple[object, bool]", value)
-    if not isinstance(kept, Tensor):
-        return kept
-    kept = kept.to(tensor.device if on_device else "cpu", copy=True)
-    return kept.view(tensor.shape) if elementwise and kept.numel() == tensor.numel() else kept
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.clone()
+    return copy.view(tensor.shape) if elementwise and copy.numel() == tensor.numel() else copy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from piper.checkpoint.json_state import decode, dtype_named, encode
+from piper.checkpoint.json_state import decode, dtype_named, encode, nested_state
 from piper.checkpoint.load import Values
 from piper.checkpoint.plain_state import Options, flattened
 from piper.checkpoint.storage import write_file
@@ -50,7 +50,7 @@ class PlainExport:
         for name, numbers in record.numbers.items():
             if name in trained:
                 kept.setdefault(name, {}).update({key: decode(value) for key, value in numbers.items()})
-        return model, kept
+        return model, {name: nested_state(state) for name, state in kept.items()}
 
     def read(self, stored: "StoredTensor") -> Tensor:
         value = self.values.tensor(stored.key, stored.shape, stored.dtype)

@@ -6,12 +6,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
-from piper.checkpoint.json_state import Plain, decode, encode, name_of
+from piper.checkpoint.json_state import Plain, decode, encode, flat_state, name_of
 from piper.checkpoint.metadata import Record, Trainer, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
@@ -54,7 +55,7 @@ class Copied:
 
 def copied(value: Tensor) -> Tensor:
     """Copy a tensor to memory of its own on the host."""
-    return value.detach().to("cpu", copy=True).contiguous()
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
@@ -87,16 +88,22 @@ def copy_parts(
             key = f"model.{name_in_group(piece, group)}"
             own = (range_of(key, sizes[piece], runs, owned, low) for runs in own_runs)
             parts += [replace(one, tensor=copied(one.tensor)) for one in own]
+    singles = single_numbers(worker.holder)
     for update, states in states_here(worker, updates):
+        shapes = {piece: tensor.shape for piece, tensor in worker.holder.segments.get(update.name, ())}
         for piece, own_runs in spans(update, device, *update.owned(device)).items():
-            name = name_in_group(piece, group)
+            name, whole = name_in_group(piece, group), length_of(own_runs) == sizes[piece]
             for key, value in states.get(piece, {}).items():
+                where = f"optimizer.{name}.{key}"
                 if not isinstance(value, Tensor):
-                    numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
-                elif ranges := moment_parts(f"optimizer.{name}.{key}", own_runs, sizes[piece], value, copied):
+                    numbers.setdefault(name, {})[key] = encode(value, where)
+                    continue
+                like = elementwise(own_runs, value) and key not in singles
+                if ranges := moment_parts(where, own_runs, sizes[piece], value, copied, like=like):
                     parts += ranges
-                    like = elementwise(own_runs, value)
-                    moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
+                    # Where a parameter is whole, its elements may be kept in another shape.
+                    as_trained = like and (not whole or value.shape == shapes.get(piece, value.shape))
+                    moments.setdefault(name, {})[key] = None if as_trained else tuple(value.shape)
     slots = worker.setup.plans.of(device).buffers
     for name, value in worker.buffers(buffers).items():
         stored = name_in_group(name, group)
@@ -124,17 +131,29 @@ def elementwise(own_runs: Sequence[FlatRuns], value: Tensor) -> bool:
     return value.dim() > 0 and value.numel() == length_of(own_runs)
 
 
+def single_numbers(state: DeviceState) -> set[str]:
+    """Return what an optimizer keeps as one number for each parameter, though these have more elements."""
+    kept = {} if state.optimizer is None else state.optimizer.state
+    return {
+        key
+        for parameter, values in kept.items()
+        if isinstance(parameter, Tensor) and parameter.numel() > 1
+        for key, value in flat_state(values).items()
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
+
+
 def moment_parts(
-    name: str, own_runs: Sequence[FlatRuns], size: int, value: Tensor, copied: Take
+    name: str, own_runs: Sequence[FlatRuns], size: int, value: Tensor, copied: Take, *, like: bool
 ) -> list[TensorRange]:
-    """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
+    """Return a tensor that the optimizer keeps for a parameter, or if it is like it, the runs of elements.
 
     What does not go with them is the same on all devices: the one with the first element writes it down.
     """
-    if elementwise(own_runs, value):
+    if like:
         flat, begin = copied(value).view(-1), min(runs.here for runs in own_runs)
         return [range_of(name, size, runs, flat, begin) for runs in own_runs]
-    if value.dim() and (length := length_of(own_runs)) != size:
+    if value.numel() > 1 and (length := length_of(own_runs)) != size:
         raise RefusedError(
             "the optimizer's state cannot be written down from shards",
             {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
@@ -154,7 +173,7 @@ def states_here(
     for update in updates:
         if update.trainable:
             own = holder.segments.get(update.name, ())
-            yield update, {name: states[tensor] for name, tensor in own if tensor in states}
+            yield update, {name: flat_state(states[tensor]) for name, tensor in own if tensor in states}
     frozen = updates if home is holder else saved_buckets(home.setup.plans, worker.device)
     yield from ((update, home.unused.get(update.name, {})) for update in frozen if not update.trainable)
 

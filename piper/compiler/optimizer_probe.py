@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -255,10 +256,8 @@ def difference(trial: Trial, parts: Parts, expected: Outcome) -> str | None:
         return f"it refuses what a device holds: {why}"
 
     def part_of(part: ParameterPart, value: object) -> object:
-        start = trial.start[part.name]
-        if isinstance(value, Tensor) and value.numel() == start.numel():
-            return part.of(value.reshape(start.shape))
-        return value
+        like = isinstance(value, Tensor) and value.shape == trial.start[part.name].shape
+        return part.of(cast(Tensor, value)) if like else value
 
     other = unlike(parts, found.moved, [part.of(moved[part.name]) for part in parts])
     differs = [] if other is None else [f"{other.name} is updated in another way"]

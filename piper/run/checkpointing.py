@@ -13,7 +13,16 @@ from torch import Tensor
 
 from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.bucket_spans import held_names
-from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
+from piper.checkpoint.folder import (
+    Retention,
+    begun,
+    by_step,
+    candidates,
+    commit,
+    discard,
+    discarding,
+    settled,
+)
 from piper.checkpoint.json_state import Plain, decode, encode, name_of, name_of_dtype
 from piper.checkpoint.load import Done, Values
 from piper.checkpoint.metadata import (
@@ -243,7 +252,8 @@ class SavedWorkers:
         written = [pending.unread, *(done.written for done in pending.done.values())]
         copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
         model = model_of(self.program, self.unread)
-        record = replace(record_of(copies, self.program.job.seed), data=pending.data, model=model)
+        with discarding(pending.path):
+            record = replace(record_of(copies, self.program.job.seed), data=pending.data, model=model)
         commit(pending.path, record, written)
         self.retention.trust(pending.path)
         if pending.keep is not None:

@@ -1,5 +1,6 @@
 """Checkpoints that the driver writes alone: of a state in memory that no worker can write, or of weights."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -145,7 +146,7 @@ def kept_tensors(
             yield f"optimizer.{name}.{key}", value
     for name, shapes in moments.items():
         for key, shape in shapes.items():
-            if shape and key in like:
+            if shape and key in like and math.prod(shape) != math.prod(wanted[name].shape):
                 raise ConfigError(
                     "the optimizer's state has other shapes than the parameters",
                     by=str(state.path),

@@ -247,6 +247,15 @@ def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor
             facts={"groups": "keys are " + ", ".join(sorted(key for key in made.param_groups[0]))},
             hint='give every group of parameters an "lr": metrics and schedulers read it there',
         )
+    if any(group.get("differentiable") for group in made.param_groups):
+        raise ConfigError(
+            f"{kind} cannot be used with differentiable=True",
+            by=by,
+            facts={
+                "why": "such a step is part of a graph for autograd, which no parameter of a model can be in"
+            },
+            hint="leave differentiable out: the step is the same",
+        )
     after = (name for name, tensor in named_params if has_hooks(tensor))
     hooked_on = next((name for name in after if name not in before), None)
     if hooked_on is not None:
@@ -297,9 +306,13 @@ def make_scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
             facts={"why": "devices step their schedulers without one, so that all have the same rate"},
             hint=f"use a scheduler of the step alone: {SCHEDULER}",
         )
-    if not all(callable(getattr(made, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+    needs = ("step", "state_dict", "load_state_dict")
+    if missing := [name for name in needs if not callable(getattr(made, name, None))]:
         raise ConfigError(
-            f"scheduler() returned {kind}, not a scheduler", by=by, hint=f"return one: {SCHEDULER}"
+            f"scheduler() returned {kind}, not a scheduler",
+            by=by,
+            facts={"missing": ", ".join(missing)},
+            hint=f"return one: {SCHEDULER}",
         )
     return made
 

@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, ties_of, write_export
-from piper.checkpoint.json_state import decode, encode
+from piper.checkpoint.json_state import TensorAt, decode, encode
 from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, check_model
 from piper.checkpoint.plain_export import FORMATS, OPTIMIZER, SETTINGS, TORCH, PlainExport
@@ -249,6 +250,7 @@ def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: to
         name: spec for name, spec in record.values.items() if name in wanted or spec.trainable is not None
     }
     check_model(values.folder, replace(record, model=saved), wanted)
+    check_kept(record, form)
     groups: list[tuple[Options, Sequence[str]]] = []
     if record.trainer.groups is not None:
         sizes = {name: spec.shape for name, spec in record.model.items() if spec.trainable}
@@ -260,6 +262,23 @@ def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: to
     export = PlainExport(values=values, model=names, groups=groups, dtype=dtype)
     write_export(folder, lambda partial: FORMATS[form](export, partial))
     return type(model).__name__
+
+
+def check_kept(record: Record, form: str) -> None:
+    """Refuse an export without a place for what the optimizer keeps in lists; say what is left out of any."""
+    for name, keys in record.numbers.items():
+        for key, value in keys.items():
+            nested = any(isinstance(leaf, TensorAt) for leaf in tree_leaves(decode(value)))
+            if nested and form != "torch":
+                raise ConfigError(
+                    "the optimizer keeps tensors in lists or dicts, for which this format has no names",
+                    by=f"--format {form}",
+                    facts={"state": f"optimizer.{name}.{key}"},
+                    hint="--format torch has them; --format hf has the weights alone",
+                )
+    if record.trainer.own is not None:
+        own = ", ".join(cast("dict[str, object]", decode(record.trainer.own)))
+        sys.stderr.write(f"left out: what {record.trainer.optimizer} keeps for no parameter ({own})\n")
 
 
 def grouped(job: Job, sizes: Sizes) -> tuple[Optimizer, list[list[str]]]:

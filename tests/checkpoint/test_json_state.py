@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from inspect import cleandoc
 
 import numpy as np
 import pytest
 import torch
 
-from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.json_state import Plain, decode, encode, flat_state, nested_state
 from piper.errors import ConfigError
 
 
@@ -32,6 +32,7 @@ def there_and_back(value: object) -> object:
         {"tuple": [1], "map": {"a": (1,)}},
         {1: "a", (2, 3): [0.5]},
         Counter({3: 2, 7: 1}),
+        deque([1, (2,)]),
         b"\x00\xff",
         torch.bfloat16,
     ],
@@ -48,6 +49,37 @@ def test_tensors_survive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = (torch.rand(shape) * 3).to(dtype)
     found = there_and_back(value)
     assert isinstance(found, torch.Tensor) and found.dtype == dtype and torch.equal(found, value)
+
+
+def test_a_tensor_of_an_accelerator_goes_back_to_one() -> None:
+    value = encode({"n": torch.ones(2), "pairs": {1: (torch.ones(1), [torch.ones(1)])}}, "data")
+    there = json.loads(json.dumps(value).replace('"]}', '", "device"]}'))
+    for device in (torch.device("meta"), None):
+        found = decode(there, device)
+        assert isinstance(found, dict)
+        tensors = [found["n"], found["pairs"][1][0], found["pairs"][1][1][0]]
+        assert {tensor.device.type for tensor in tensors} == {"cpu" if device is None else "meta"}
+    kept = decode(value, torch.device("meta"))
+    assert isinstance(kept, dict) and kept["n"].device.type == "cpu", "it was on the host"
+
+
+def test_a_bounded_queue_stays_bounded() -> None:
+    found = there_and_back(deque([1, 2], 2))
+    assert found == deque([1, 2]) and isinstance(found, deque) and found.maxlen == 2
+
+
+def test_tensors_inside_of_lists_lie_beside_them_and_come_back() -> None:
+    one, two, three = (torch.full((2,), float(number)) for number in range(3))
+    state = {"plain": one, "list": [two, {"a": (three, 1)}], "step": 3, 0.5: [one]}
+    flat = flat_state(state)  # type: ignore[arg-type]
+    assert [key for key, value in flat.items() if isinstance(value, torch.Tensor)] == [
+        "plain",
+        "list[0]",
+        "list[1]",
+        "0.5[0]",
+    ]
+    assert flat_state(flat) == flat
+    assert nested_state({key: flat[key] for key in reversed(flat)}) == state
 
 
 def test_random_states_survive() -> None:
