@@ -1,6 +1,7 @@
 """Optimizers of tests in several files."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,3 +42,12 @@ class Recent(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 recent = self.state[p]["recent"] = [*self.state[p].get("recent", []), p.grad.clone()][-2:]
                 p.sub_(torch.stack(recent).sum(0), alpha=group["lr"])
+
+
+def by_values(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Choose groups by the mean of each parameter, which the parts of a parameter do not have."""
+    low: dict[str, Any] = {"params": [], "lr": 0.05}
+    high: dict[str, Any] = {"params": []}
+    for p in params:
+        (high if p.detach().mean() > 0 else low)["params"].append(p)
+    return torch.optim.Adam([low, high], lr=0.01)

@@ -29,7 +29,7 @@ from piper.runtime.worker import Options
 from piper.workers.blame import Watcher
 from piper.workers.inline import InlineWorkerGroup
 from piper.workers.local import LocalWorkerGroup
-from tests.optimizers import Cooling, Recent
+from tests.optimizers import Cooling, Recent, by_values
 from tests.runtime.grid import adafactor, muon
 from tests.test_length_strategies import DEVICES, compare, context, job, replicas, rows
 from tests.workers.sabotage import BrokenError
@@ -103,8 +103,11 @@ def test_what_an_optimizer_keeps_for_no_parameter_moves_too() -> None:
     compare(piper.compile(job(batches(1), strategy=MOST, optimizer=Cooling)), batches(6))
 
 
-def test_tensors_that_an_optimizer_keeps_in_a_list_move_with_their_parameter() -> None:
-    compare(piper.compile(job(batches(1), strategy=MOST, optimizer=Recent)), batches(6))
+@pytest.mark.parametrize("make", [Recent, by_values])
+def test_tensors_in_lists_and_groups_by_values_move_with_their_parameter(
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+) -> None:
+    compare(piper.compile(job(batches(1), strategy=MOST, optimizer=make)), batches(6))
 
 
 def everything(run: Run) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.train.other_programs import export_state, import_start
 from tests import plain
+from tests.optimizers import by_values
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 STEPS = 4
@@ -166,7 +167,7 @@ class Sparse(Each):
 
 
 TRAITS = (AssignsData, Counts, Remembers, Flat, Turned, Factored, OneNumber, Sparse)
-OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in TRAITS}
+OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in (*TRAITS, by_values)}
 
 
 def job(make: Make, zero: int | None, scheduler: Callable[[Optimizer], Any] | None = None) -> piper.Job:

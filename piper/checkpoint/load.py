@@ -153,21 +153,22 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         )
     for saved, now in zip(groups, here, strict=True):
         check_settings(saved, now, "lr")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    state: dict[int, dict[str, object]] = {}
+    kept: dict[Tensor, dict[str, object]] = {}
     for name, segments in worker.env.state.segments.items():
         update = worker.setup.plans.buckets[name].update
         tensors = dict(segments)
         for called, own_runs in spans(update, worker.device, *update.owned(worker.device)).items():
             tensor = tensors[called]
             stored = saved_name(worker, record, called)
-            if kept := moments_of(stored, own_runs, tuple(tensor.shape), reader):
-                state[numbers[id(tensor)]] = nested_state(kept)
+            if flat := moments_of(stored, own_runs, tuple(tensor.shape), reader):
+                kept[tensor] = nested_state(flat)
 
     own = cast("dict[str, Any]", decode(record.trainer.own, worker.setup.device) or {})
 
     def adopt() -> None:
+        worker.env.state.regroup(record.trainer.members)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {number: kept[p] for number, p in enumerate(parameters) if p in kept}
         everything = {**state, **own.get("state", {})}
         name = type(optimizer).__name__
         with telling(f"{name}.load_state_dict() failed", worker.setup.optimizer, OWN_STATE):

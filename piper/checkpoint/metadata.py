@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ class Trainer:
     scheduler: str | None = None
     schedule: Plain = None
     own: Plain = None  # what the optimizer keeps, but not for a parameter: the same on all devices
+    members: Sequence[Sequence[str]] | None = None  # of its groups, where it chose them by values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -135,6 +135,7 @@ class Movement:
         if before is not None:
             before.state.clear()
         trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
+        self.after.regroup(trainer.members)
         if after is not None and trainer.groups is not None:
             if trainer.own is not None:
                 own = cast("dict[str, Any]", decode(trainer.own, self.where))

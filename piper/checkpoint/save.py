@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -185,7 +186,8 @@ def trainer_of(state: DeviceState) -> Trainer:
         return Trainer()
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     own = own_state(optimizer)
-    return replace(trainer_with(optimizer, groups, scheduler), own=encode(own, "optimizer") if own else None)
+    kept = encode(own, "optimizer") if own else None
+    return replace(trainer_with(optimizer, groups, scheduler), own=kept, members=state.members())
 
 
 def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | None) -> Trainer:
@@ -227,7 +229,9 @@ def one_trainer(devices: Iterable[Trainer]) -> Trainer:
             hint="keep what belongs to a parameter in the optimizer's state[parameter]",
         )
     apart = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"))
+    members = [one.members for one in trainers if one.members is not None]
+    union = [[*dict.fromkeys(chain(*several))] for several in zip(*members, strict=True)] or None
+    return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"), members=union)
 
 
 def record_of(copies: Sequence[Copied], seed: int) -> Record:

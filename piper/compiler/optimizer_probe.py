@@ -183,7 +183,7 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` also notes a stack for each accelerator.
         torch.default_generator.manual_seed(seed)
-        optimizer = build_optimizer(trial.make, trial.whole, held)
+        optimizer = build_optimizer(trial.make, trial.whole, held, trial.start.__getitem__)
         assert optimizer is not None, "it is given parts"
         for group in optimizer.param_groups:
             if isinstance(group["lr"], float | int):

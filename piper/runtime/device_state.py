@@ -61,9 +61,15 @@ class DeviceState:
         self.trains = bool(trained)  # else its shards are padding only, or all that it has is frozen
         # It has an optimizer even so: its options are those that schedulers set and users read.
         self.optimizer: Optimizer | None = None
+        self.by_values = False  # whether what is in its groups follows from values
+
+        def value(name: str) -> Tensor:
+            self.by_values = True
+            return initial(name)
+
         if sizes:
             with self._joined([tensor for _, tensor in trained]):  # some look at values
-                self.optimizer = build_optimizer(setup.optimizer, hollow(sizes), trained)
+                self.optimizer = build_optimizer(setup.optimizer, hollow(sizes), trained, value)
         if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
@@ -167,6 +173,27 @@ class DeviceState:
             (bool(group["params"]), {k: plain(v) for k, v in group.items() if k not in PARAMS})
             for group in self.optimizer.param_groups
         ]
+
+    def members(self) -> list[list[str]] | None:
+        """Return the parameters in each of the optimizer's groups. None: they do not follow from values."""
+        if self.optimizer is None or not self.by_values:
+            return None
+        names = {tensor: name for held in self.segments.values() for name, tensor in held}
+        return [[names[tensor] for tensor in group["params"]] for group in self.optimizer.param_groups]
+
+    def regroup(self, members: Sequence[Sequence[str]] | None) -> None:
+        """Let the optimizer's groups have the parameters that they had when it was made."""
+        here = self.members()
+        if self.optimizer is None or here is None or members is None:
+            return
+        tensors = {name: tensor for held in self.segments.values() for name, tensor in held}
+        began = {name: number for number, names in enumerate(members) for name in names}
+        moved = [(began.get(name, number), name) for number, names in enumerate(here) for name in names]
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = [name for there, name in moved if there == number]
+            group["params"] = [tensors[name] for name in names]
+            if "param_names" in group:
+                group["param_names"] = names
 
     def set_option(self, group: int, key: str, value: float) -> None:
         """Set an option of one of the optimizer's groups, in place where it is a tensor."""

@@ -167,13 +167,16 @@ def takes_pairs(make: MakeOptimizer) -> bool:
 
 
 def build_optimizer(
-    make: MakeOptimizer, whole: Sequence[tuple[str, Tensor]], held: Sequence[tuple[str, Tensor]]
+    make: MakeOptimizer,
+    whole: Sequence[tuple[str, Tensor]],
+    held: Sequence[tuple[str, Tensor]],
+    initial: Callable[[str], Tensor],
 ) -> Optimizer | None:
     """Return the optimizer of a device that holds parts of parameters. None: it cannot be made without any.
 
     The user's function sees every parameter of the model with its name and original shape, so that its groups
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
-    values gets the parts themselves. So does one whose optimizer refers to parameters beside its groups.
+    values gets the initial ones. One whose optimizer refers to parameters beside its groups gets the parts.
 
     whole: `hollow` ones of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
@@ -182,7 +185,8 @@ def build_optimizer(
     except ConfigError as error:
         if not looks_at_values(error):
             raise
-        return make_optimizer(make, held) if held else None
+        whole = [(name, initial(name).detach().requires_grad_()) for name, _ in whole]
+        optimizer = make_optimizer(make, whole)
     names, parts = {id(tensor): name for name, tensor in whole}, dict(held)
     groups, at_once = optimizer.param_groups, bool(optimizer.state)
     if at_once and not held:
@@ -206,7 +210,7 @@ def keeps_stand_ins(optimizer: Optimizer, ids: Collection[int]) -> bool:
     seen, left = set[int](), list[object]([vars(optimizer)])
     while left:
         each = left.pop()
-        if isinstance(each, FakeTensor) or (type(each) is int and each in ids):
+        if isinstance(each, FakeTensor) or id(each) in ids or (type(each) is int and each in ids):
             return True
         if id(each) in seen or isinstance(each, Tensor | type | ModuleType):
             continue
