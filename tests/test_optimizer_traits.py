@@ -260,8 +260,18 @@ class OfShards(Each):
         return p.grad if self.averaged(p, "norm", p.grad.norm()) < 1e9 else p.grad / 2
 
 
-def test_what_is_kept_for_a_tensor_tells_that_it_is_needed_whole() -> None:
-    program = piper.compile(job(OfShards, 1))
+class Late(Each):
+    """Looks at whole tensors from the eleventh step on."""
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Tensor:
+        assert p.grad is not None
+        self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        return p.grad / (p.grad.abs().max() if self.state[p]["step"] > 10 else 1)
+
+
+@pytest.mark.parametrize("make", [OfShards, Late])
+def test_a_tensor_that_is_needed_whole_is_noticed_before_it_is(make: Make) -> None:
+    program = piper.compile(job(make, 1))
     assert all(bucket.bounds for bucket in program.plans.buckets.values() if bucket.trainable)
 
 

@@ -143,7 +143,8 @@ def read_into(
 def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReader) -> Callable[[], None]:
     """Read an optimizer's settings and what it keeps for each parameter."""
     record = reader.record
-    groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
+    where = worker.setup.device  # of tensors that were on an accelerator
+    groups = cast("list[dict[str, object]]", decode(record.trainer.groups, where))
     here = optimizer.param_groups
     if len(groups) != len(here):
         raise RefusedError(
@@ -163,7 +164,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
             if flat := moments_of(stored, own_runs, tuple(tensor.shape), reader):
                 kept[tensor] = nested_state(flat)
 
-    own = cast("dict[str, Any]", decode(record.trainer.own, worker.setup.device) or {})
+    own = cast("dict[str, Any]", decode(record.trainer.own, where) or {})
 
     def adopt() -> None:
         worker.env.state.regroup(record.trainer.members)
@@ -179,9 +180,9 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
                 now = optimizer.state[parameter][key]
                 # torch casts to the parameter's type, and makes other containers than there were.
                 if not isinstance(value, Tensor) or now.dtype != value.dtype:
-                    where = now.device if isinstance(now, Tensor) else parameter.device
+                    to = now.device if isinstance(now, Tensor) else parameter.device
                     optimizer.state[parameter][key] = tree_map_only(
-                        Tensor, partial(Tensor.to, device=where), value
+                        Tensor, partial(Tensor.to, device=to), value
                     )
 
     return adopt

@@ -142,7 +142,7 @@ class Movement:
                 state = {**after.state, **own.pop("state", {})}
                 after.load_state_dict({**after.state_dict(), **own})
                 after.state.update(state)  # as it is: loading casts it
-            set_options(after, cast("list[dict[str, object]]", decode(trainer.groups)))
+            set_options(after, cast("list[dict[str, object]]", decode(trainer.groups, self.where)))
         if self.after.scheduler is not None and trainer.schedule is not None:
             self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
-from piper.checkpoint.json_state import Plain, decode, encode, flat_state, name_of
+from piper.checkpoint.json_state import Plain, encode, flat_state, name_of
 from piper.checkpoint.metadata import Record, Trainer, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
@@ -216,8 +216,8 @@ def one_trainer(devices: Iterable[Trainer]) -> Trainer:
     trainers = [trainer for trainer in devices if trainer.optimizer is not None]
     if not trainers:
         return Trainer()
-    said = zip(*(cast("list[dict[str, object]]", decode(one.groups)) for one in trainers), strict=True)
-    groups = [max(options, key=lambda each: bool(each["params"])) for options in said]
+    said = zip(*(cast("list[dict[str, dict[str, Plain]]]", one.groups) for one in trainers), strict=True)
+    groups = [max((one["map"] for one in options), key=lambda each: bool(each["params"])) for options in said]
     if any(trainer.own != trainers[0].own for trainer in trainers):
         raise ConfigError(
             "the optimizer's state cannot be written down",
@@ -228,10 +228,10 @@ def one_trainer(devices: Iterable[Trainer]) -> Trainer:
             },
             hint="keep what belongs to a parameter in the optimizer's state[parameter]",
         )
-    apart = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    apart: Plain = [{"map": {key: one for key, one in group.items() if key != "params"}} for group in groups]
     members = [one.members for one in trainers if one.members is not None]
     union = [[*dict.fromkeys(chain(*several))] for several in zip(*members, strict=True)] or None
-    return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"), members=union)
+    return replace(trainers[0], groups=apart, members=union)
 
 
 def record_of(copies: Sequence[Copied], seed: int) -> Record:

@@ -6,7 +6,7 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -42,7 +42,7 @@ from piper.runtime.trainers import (
     try_scheduler,
 )
 
-STEPS = 4
+STEPS, MORE = 4, 12  # of torch's own, and of others: some wait for ten gradients before they look at them
 CLOSE = 1e-5  # of how far an element moved
 ROUNDING = 1e-9  # of how far its tensor moved
 FEW = 2**22  # elements: so many can be tried in their true sizes
@@ -66,7 +66,7 @@ class Trial:
     make: MakeOptimizer
     whole: Sequence[tuple[str, Tensor]]  # parameters of the true sizes, without memory
     start: Mapping[str, Tensor]  # every parameter in the model's order
-    gradients: Sequence[Mapping[str, Tensor]]  # for each step, of the parameters that have one
+    gradients: Callable[[int], Mapping[str, Tensor]]  # of a step, for the parameters that have one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +169,19 @@ def trial_of(
         return drawn(shape) * scale
 
     start = {name: drawn(shape) for name, shape in small.items()}
-    gradients = [
-        {name: gradient(number, place, small[name]) for place, name in enumerate(small) if name in trained}
-        for number in range(STEPS)
-    ]
+    known: list[dict[str, Tensor]] = []
+
+    def gradients(number: int) -> Mapping[str, Tensor]:
+        if number == len(known):
+            places = ((place, name) for place, name in enumerate(small) if name in trained)
+            known.append({name: gradient(number, place, small[name]) for place, name in places})
+        return known[number]
+
     return Trial(make=make, whole=hollow(sizes), start=start, gradients=gradients)
 
 
 def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[Tensor]]:
-    """Return the optimizer of some small parts, stepped once for each set of gradients, and what it moved."""
+    """Return the optimizer of some small parts, stepped a few times, and what it moved."""
     tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in parts]
     held = [(part.name, tensor) for part, tensor in zip(parts, tensors, strict=True)]
     with torch.random.fork_rng(devices=[]):
@@ -191,7 +195,8 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
                 if group.get("foreach", False) is None and is_ours(optimizer):
                     group["foreach"] = True  # one call for all, which torch prefers only on accelerators
         name, hint = type(optimizer).__name__, "fix the optimizer at that line"
-        for gradients in trial.gradients:
+        for number in range(STEPS if is_ours(optimizer) else MORE):
+            gradients = trial.gradients(number)
             for part, tensor in zip(parts, tensors, strict=True):
                 if part.name in gradients:
                     tensor.grad = part.of(gradients[part.name]).to(tensor.dtype).clone()
@@ -201,9 +206,12 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
 
 
 def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> Outcome:
-    """Return what the steps of a trial make of some parts."""
+    """Return what the steps of a trial make of some parts. Of torch's own, what moves shows all."""
     optimizer, tensors = stepped(trial, parts, seed)
     starts = [part.of(trial.start[part.name]) for part in parts]
+    moved = [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
+    if is_ours(optimizer):
+        return Outcome(moved=moved, states=[[] for _ in parts], groups=[])
     groups = [
         tree_leaves({k: v for k, v in group.items() if k not in PARAMS}) if group["params"] else None
         for group in optimizer.param_groups
@@ -211,7 +219,7 @@ def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> Outcome:
     own = [value for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
     own += [value for value in vars(optimizer).values() if isinstance(value, float | Tensor)]
     return Outcome(
-        moved=[tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)],
+        moved=moved,
         states=[tree_leaves(optimizer.state.get(tensor, {})) for tensor in tensors],
         groups=[*groups, tree_leaves(own)],
     )
