@@ -182,19 +182,21 @@ def job(make: Make, zero: int | None, scheduler: Callable[[Optimizer], Any] | No
     )
 
 
-def alone(make: Make, scheduler: Callable[[Optimizer], Any] | None = None) -> dict[str, Tensor]:
+def alone(
+    make: Make, scheduler: Callable[[Optimizer], Any] | None = None, model: Callable[[], nn.Module] = Net
+) -> dict[str, Tensor]:
     """Train in plain PyTorch, without Piper."""
     torch.manual_seed(0)
-    model = Net().double()
-    optimizer = make([*model.parameters()])
+    net = model().double()
+    optimizer = make([*net.parameters()])
     schedule = None if scheduler is None else scheduler(optimizer)
     for seed in range(STEPS):
         optimizer.zero_grad()
-        loss(model, rows(seed)).backward()
+        loss(net, rows(seed)).backward()
         optimizer.step()
         if schedule is not None:
             schedule.step()
-    return model.state_dict()
+    return net.state_dict()
 
 
 def check(program: Program, resumed: Iterable[Program], wanted: Mapping[str, Tensor], folder: Path) -> None:
@@ -220,6 +222,25 @@ def test_it_trains_and_resumes_as_in_plain_pytorch(name: str, tmp_path: Path) ->
     programs = {zero: piper.compile(job(make, zero)) for zero in (None, 0, 3)}
     for zero, program in programs.items():
         check(program, programs.values(), wanted, tmp_path / str(zero))
+
+
+class Uneven(nn.Module):
+    """Of 8 elements, the second of two devices has one of the first five, and the three others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.first).sum(-1, keepdim=True) * self.second
+
+
+def test_one_number_is_no_element_where_a_device_has_one_of_many(tmp_path: Path) -> None:
+    uneven = [replace(job(OneNumber, zero), model=Uneven) for zero in (1, None)]
+    programs = [piper.compile(each) for each in uneven]
+    (bucket,) = programs[0].plans.buckets.values()
+    assert [high - low for _, low, high in bucket.update.pieces_in(*bucket.update.owned(1))] == [1, 3]
+    check(programs[0], programs, alone(OneNumber, model=Uneven), tmp_path)
 
 
 class Adaptive(Each):
