@@ -18,7 +18,6 @@ from piper.capture.cost.aliases import (
     is_view,
     memory_of,
     memory_readers,
-    read_from_memory,
     recomputable,
     takes_one,
     tensors_in,
@@ -322,7 +321,7 @@ def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collect
             return True
         if node in inside and (writers.get(node) is result or recomputable(node)):
             return True
-        return node in inside and cheap(node) and not read_from_memory(node, inside.__contains__)
+        return node in inside and cheap(node) and not any(memory_readers(node, inside.__contains__))
 
     return upstream([result], fused)
 

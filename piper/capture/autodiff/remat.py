@@ -20,7 +20,6 @@ from piper.capture.cost.aliases import (
     cheap,
     memory_of,
     memory_readers,
-    read_from_memory,
     recomputable,
     storages,
     takes_one,
@@ -58,7 +57,7 @@ class Chooser:
         candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
         fusible = [node for node in candidates if compiled and cheap(node)]
         # To recompute what the backward needs in memory costs a kernel.
-        factors = [node for node in fusible if read_from_memory(node, self.backward.__contains__)]
+        factors = [node for node in fusible if any(memory_readers(node, self.backward.__contains__))]
         self.writers = _Writers(joint, self.backward).find(factors)
         passing = {node for node in self.region if self._passes(node)}
         self.free = {*fusible} - {*factors} | self.writers.keys() | passing
@@ -168,7 +167,7 @@ class _Writers:
             for node in joint.graph.nodes
             if node in backward
             and cheap(node)
-            and (node in gradients or read_from_memory(node, backward.__contains__))
+            and (node in gradients or any(memory_readers(node, backward.__contains__)))
         }
         self.roots = self._roots()
         self.written: dict[fx.Node, list[fx.Node]] = {}  # by result: the values so far

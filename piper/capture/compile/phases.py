@@ -21,7 +21,7 @@ from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.inductor import Compiled, CompiledPhase, Source, compiled, loaded, name_of
 from piper.capture.compile.operators import mm_into
 from piper.capture.compile.servers import Compilation, CompileServers, start_kernel_compilers
-from piper.capture.trace.graph_walks import RepeatedRun, interval_sums, repeated_runs
+from piper.capture.trace.graph_walks import interval_sums, repeated_runs
 from piper.ir.chunk import Phase
 
 log = logging.getLogger("piper")
@@ -220,7 +220,7 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     run = longest_run(labels)
     if run is None:
         return
-    start, stop, period = run.start, run.stop, run.period
+    start, stop, period = run.start, run.stop, run.step
     nbytes, others = crossing(body)
 
     def cost(place: int) -> tuple[bool, bool, bool, int]:
@@ -237,11 +237,12 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     yield from cuts_of(body[places[-1] :], labels[places[-1] :], offset + places[-1])
 
 
-def longest_run(labels: Sequence[str]) -> RepeatedRun | None:
+def longest_run(labels: Sequence[str]) -> range | None:
     """Return the longest run of labels; of nearly equal ones that of the shortest period."""
-    best: RepeatedRun | None = None
+    best: range | None = None
     for run in repeated_runs(labels, likely_periods(labels)):
-        if run.times >= FEWEST and (best is None or run.length > best.length + run.period):
+        longer = best is None or run.stop - run.start > best.stop - best.start + run.step
+        if run.stop - run.start >= FEWEST * run.step and longer:
             best = run
     return best
 

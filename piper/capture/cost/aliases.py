@@ -107,8 +107,3 @@ def memory_readers(node: fx.Node, readers: Callable[[fx.Node], bool]) -> Iterato
                 stack.append(user)
             elif readers(user) and not fuses_arguments(user):
                 yield user
-
-
-def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
-    """Return whether one of the `readers` of a value needs it in memory."""
-    return next(memory_readers(node, readers), None) is not None

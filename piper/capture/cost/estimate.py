@@ -13,7 +13,7 @@ from piper.capture.cost.aliases import (
     fuses_arguments,
     is_view,
     memories,
-    read_from_memory,
+    memory_readers,
     storages,
     tensors_in,
 )
@@ -76,7 +76,7 @@ def _fleeting(section: Section) -> set[int]:
 
     for node in section.body:
         fusible = cheap(node) or _one_hot(node) or any(map(_one_hot, node.users))
-        if fusible and not read_from_memory(node, in_memory):
+        if fusible and not any(memory_readers(node, in_memory)):
             storage_ids |= set(memories(node)) - written
     return storage_ids
 

@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
@@ -64,28 +63,11 @@ def interval_sums(length: int, intervals: Iterable[tuple[int, int, int]]) -> lis
     return [*accumulate(change)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedRun:
-    """A run of labels in which each equals the one a period later."""
+def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterator[range]:
+    """Yield the longest runs of labels in which each equals the one a period later, of two periods or more.
 
-    start: int
-    stop: int
-    period: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def times(self) -> int:
-        return self.length // self.period
-
-
-def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterator[RepeatedRun]:
-    """Yield the longest runs of two periods or more, period by period.
-
-    >>> [(run.start, run.stop) for run in repeated_runs("abcbcbd", [2])]
-    [(1, 6)]
+    >>> [*repeated_runs("abcbcbd", [2])]
+    [range(1, 6, 2)]
     """
     for period in periods:
         start = 0
@@ -93,5 +75,5 @@ def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterato
             if place < len(labels) - period and labels[place] == labels[place + period]:
                 continue
             if place - start >= period:
-                yield RepeatedRun(start=start, stop=place + period, period=period)
+                yield range(start, place + period, period)
             start = place + 1

@@ -67,10 +67,10 @@ def _layers(bounds: Sequence[int], labels: Labels) -> range:
     """Return the parts with which layers begin, of the run of equal layers that saves the most traces."""
     saved, layers = 0, range(0)  # nodes that need not be traced
     for run in repeated_runs(labels, range(1, min(LONGEST, len(labels) // 2) + 1)):
-        size = bounds[run.start + run.period] - bounds[run.start]
-        if size >= LEAST and (run.times - 1) * size > saved:
-            saved = (run.times - 1) * size
-            layers = range(run.start, run.start + run.times * run.period, run.period)
+        size, times = bounds[run[1]] - bounds[run.start], (run.stop - run.start) // run.step
+        if size >= LEAST and (times - 1) * size > saved:
+            saved = (times - 1) * size
+            layers = run[:times]
     return layers
 
 
