@@ -19,13 +19,14 @@ import numpy as np
 
 from piper.checkpoint.bucket_spans import common_runs, length_of, piece_runs
 from piper.ir.devices import Devices
+from piper.ir.grouping import grouped
 from piper.ir.ids import param_slot
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import OfBucket
 from piper.plan.plan import Comm, Plan, Plans
-from piper.plan.updates import Piece, sharers
+from piper.plan.updates import Piece
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 NONE: Numbers = np.zeros((3, 0), dtype=np.int64)
@@ -45,7 +46,7 @@ class PlacedPiece:
     def shares(self) -> tuple[tuple[Devices, tuple[FlatRuns, ...]], ...]:
         """Return the devices that have the same part of the parameter, and its runs. Parts are not empty."""
         cuts = [tuple(each.index(at) for each in self.piece.shardings) for at in range(len(self.devices))]
-        same = sharers(dict(enumerate(zip(cuts, self.ranges, strict=True))))
+        same = grouped((held, i) for i, held in enumerate(zip(cuts, self.ranges, strict=True)))
         shares = [(positions, self.runs(positions[0])) for positions in same.values()]
         return tuple((tuple(self.devices[p] for p in places), runs) for places, runs in shares if runs)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from piper.ir.devices import Devices
+from piper.ir.grouping import grouped
 from piper.ir.ids import Tags
 from piper.ir.mesh import EXPERTS, Axis, Mesh, mesh_of
 from piper.ir.sharding import AxisPlacement, Shard
@@ -140,9 +141,7 @@ class Protection:
 
     def domains(self, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Return the devices that are lost together, by machine or one by one."""
-        members_by_domain: dict[int, list[int]] = {}
-        for device in sorted(devices):
-            members_by_domain.setdefault(self.domain(device), []).append(device)
+        members_by_domain = grouped((self.domain(device), device) for device in sorted(devices))
         return {domain: tuple(members) for domain, members in members_by_domain.items()}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from piper.ir.devices import Devices
+from piper.ir.grouping import grouped
 
 # Names of two words, because a strategy names its axes in one.
 EXPERTS = "by expert"  # the axis along which experts are sharded
@@ -133,7 +134,4 @@ def groups_apart(
 
 
 def _grouped(devices: Devices, keys: Iterable[object]) -> tuple[Devices, ...]:
-    found: dict[object, list[int]] = {}
-    for device, key in zip(devices, keys, strict=True):
-        found.setdefault(key, []).append(device)
-    return tuple(map(tuple, found.values()))
+    return tuple(map(tuple, grouped(zip(keys, devices, strict=True)).values()))

@@ -9,6 +9,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.devices import Devices, interned, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
@@ -40,10 +41,7 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
     """
     placements = placements_of(graph)
     parameters = {p.name: p for p in trained(graph.outline)}
-    users: dict[str, list[str]] = {}
-    for chunk in graph.outline.chunks:
-        for name in chunk.params:
-            users.setdefault(name, []).append(chunk.name)
+    users = grouped((name, chunk.name) for chunk in graph.outline.chunks for name in chunk.params)
     read: dict[str, Bucket] = {}
     why: list[str] = []
     for chunk in graph.outline.chunks:

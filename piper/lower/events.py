@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
@@ -156,14 +157,9 @@ def last_uses(
     for place, instr in enumerate(instrs):
         for slot in (*instr.reads, *keeps.get(place, ()), *instr.writes):
             last[slot] = place
-    freed: dict[int, list[SlotId]] = {}
+    ending = [(place, slot) for slot, place in last.items() if slot in slots]  # others outlive the step
     storages: dict[SlotId, int] = {}
-    for slot, place in last.items():
-        if slot in slots:  # else it outlives the step
-            freed.setdefault(place, []).append(slot)
-            for storage, _ in slots[slot].shares:
-                storages[storage] = max(place, storages.get(storage, -1))
-    dropped: dict[int, list[SlotId]] = {}
-    for storage, place in storages.items():
-        dropped.setdefault(place, []).append(storage)
-    return freed, dropped
+    for place, slot in ending:
+        for storage, _ in slots[slot].shares:
+            storages[storage] = max(place, storages.get(storage, -1))
+    return grouped(ending), grouped((place, storage) for storage, place in storages.items())

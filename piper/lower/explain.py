@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import listed
+from piper.ir.grouping import grouped
 from piper.ir.node import Compute, Node
 from piper.lower.state import LoweringState
 from piper.plan.ops import DOES
@@ -52,10 +53,7 @@ def origins(state: LoweringState, name: str) -> list[str]:
 def values(state: LoweringState, node: Node) -> Iterator[str]:
     """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
     writer = {value: other.name for other in state.sequence for value in other.writes}
-    readers: dict[str, list[str]] = {}
-    for other in state.sequence:
-        for value in other.reads:
-            readers.setdefault(value, []).append(other.name)
+    readers = grouped((value, other.name) for other in state.sequence for value in other.reads)
     for value in node.reads:
         where = "from the last step" if value in state.residents else f"from {writer[value]}"
         yield f"  reads    {value} {where}"

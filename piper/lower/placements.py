@@ -10,6 +10,7 @@ from piper.ir.chunk import Tags
 from piper.ir.chunk_options import Policy
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
+from piper.ir.grouping import grouped
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute
 
@@ -62,10 +63,10 @@ def layouts_of(graph: Graph) -> list[PartPlacements]:
         nodes = by_part.setdefault(node.part, {})
         if node.chunk in moved:
             nodes.setdefault(node.chunk, node)
-    by_devices: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
-    for part, nodes in by_part.items():
-        key = frozenset((chunk, node.devices) for chunk, node in nodes.items())
-        by_devices.setdefault(key, []).append(part)
+    by_devices = grouped(
+        (frozenset((chunk, node.devices) for chunk, node in nodes.items()), part)
+        for part, nodes in by_part.items()
+    )
     layouts = []
     for same in by_devices.values():
         own = {chunk: placed(graph, node) for chunk, node in by_part[same[0]].items()}
@@ -125,13 +126,8 @@ def clones_of(placements: tuple[ChunkPlacement, ...]) -> int:
 
 def classes_of(sets: Iterable[Devices]) -> list[Devices]:
     """Return the coarsest groups such that every set is a union of groups, ordered by first device."""
-    membership: dict[int, list[int]] = {}
-    for number, devices in enumerate(sets):
-        for device in devices:
-            membership.setdefault(device, []).append(number)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for device in sorted(membership):
-        groups.setdefault(tuple(membership[device]), []).append(device)
+    membership = grouped((device, number) for number, devices in enumerate(sets) for device in devices)
+    groups = grouped((tuple(membership[device]), device) for device in sorted(membership))
     return [tuple(devices) for devices in groups.values()]
 
 

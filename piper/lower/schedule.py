@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.state import LoweringState
@@ -179,9 +180,8 @@ def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
         i: (node.target[0], node.stream) for i, node in enumerate(graph.nodes) if isinstance(node, Transfer)
     }
     read_at = {i: min((position[j] for j in graph.followers[i]), default=len(sequence)) for i in receiver}
-    due: dict[tuple[int, str], list[int]] = {}  # by receiver: its transfers, the next one last
-    for i in sorted(receiver, key=lambda i: (-read_at[i], -position[i])):
-        due.setdefault(receiver[i], []).append(i)
+    late_first = sorted(receiver, key=lambda i: (-read_at[i], -position[i]))
+    due = grouped((receiver[i], i) for i in late_first)  # by receiver: its transfers, the next one last
     issued: set[int] = set()
     result: list[int] = []
     for i in sequence:

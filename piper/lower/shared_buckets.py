@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from piper.ir.graph import Graph
+from piper.ir.grouping import grouped
 from piper.lower.buckets import ProgramBuckets
 from piper.lower.placements import placements_of
 from piper.plan.bucket import Bucket
@@ -62,22 +63,16 @@ def held_otherwise(
     own: Mapping[str, Bucket], held: Mapping[str, Bucket]
 ) -> Iterator[tuple[str, Bucket | None, Bucket | None]]:
     """Yield each parameter that does not lie alike in two sets of buckets, with its bucket in each."""
-    # Which other parameters are in its bucket does not matter.
-    mine, others = (by_parameter(buckets) for buckets in (own, held))
+    # Which other parameters are in its bucket does not matter. A tied one has several.
+    mine, others = (
+        grouped((piece.name, (bucket, piece)) for bucket in buckets.values() for piece in bucket.pieces)
+        for buckets in (own, held)
+    )
     for name in dict.fromkeys((*mine, *others)):
         ours, theirs = mine.get(name, []), others.get(name, [])
         if [layout_of(*one) for one in ours] != [layout_of(*one) for one in theirs]:
             first = [each[0][0] if each else None for each in (ours, theirs)]
             yield name, first[0], first[1]
-
-
-def by_parameter(buckets: Mapping[str, Bucket]) -> dict[str, list[tuple[Bucket, Piece]]]:
-    """Return the buckets of each parameter, with its piece: several where it is tied."""
-    holders: dict[str, list[tuple[Bucket, Piece]]] = {}
-    for bucket in buckets.values():
-        for piece in bucket.pieces:
-            holders.setdefault(piece.name, []).append((bucket, piece))
-    return holders
 
 
 def layout_of(bucket: Bucket, piece: Piece) -> object:

@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
+from piper.ir.grouping import grouped
 from piper.ir.ids import Pass, SlotId, Tags
 from piper.ir.node import Compute, Node
 from piper.plan.bucket import Bucket
@@ -182,9 +183,7 @@ def use_runs(
         return node.phase, node.again, node.part, regions[node.chunk]
 
     devices_of = {place: sequence[place].devices for place in users}
-    same_members: dict[tuple[int, ...], list[Devices]] = {}
-    for devices in dict.fromkeys(devices_of.values()):
-        same_members.setdefault(tuple(sorted(devices)), []).append(devices)
+    same_members = grouped((tuple(sorted(each)), each) for each in dict.fromkeys(devices_of.values()))
     for sets in same_members.values():
         places = computes[sets[0]]
         run: list[int] = []

@@ -8,9 +8,10 @@ from typing import Literal
 
 from piper.ir.devices import Devices
 from piper.ir.dtypes import MixedPrecision
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId, SlotKind
 from piper.ir.sharding import whole_sizes
-from piper.plan.updates import Ownership, Piece, sharers
+from piper.plan.updates import Ownership, Piece
 
 Extent = Literal["whole", "held", "owned"]
 # ^ of a bucket on a device: all of it, the shard of parameters that it holds between uses, what it updates
@@ -153,8 +154,8 @@ class Bucket:
     @property
     def distinct(self) -> tuple[Devices, ...]:
         """Return the devices that update different elements, in a group for each slice of the parameters."""
-        firsts = {devices[0]: cut for (cut, _), devices in self.ownership.owners().items()}
-        return tuple(map(tuple, sharers(firsts).values()))
+        owners = self.ownership.owners().items()
+        return tuple(map(tuple, grouped((cut, devices[0]) for (cut, _), devices in owners).values()))
 
     @property
     def group_size(self) -> int:

@@ -7,6 +7,8 @@ optimizer state and checkpoints do not know of it: a clone is a copy for one ste
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from piper.ir.grouping import grouped
+
 NOTHING = -1  # in a slot for a clone that is not used
 
 
@@ -34,12 +36,12 @@ class ExpertTable:
 
     def copies(self) -> dict[int, list[tuple[int, int]]]:
         """Return the slots of each expert: the device and the slot, in order."""
-        copies: dict[int, list[tuple[int, int]]] = {}
-        for place, slots in enumerate(self.experts):
-            for slot, expert in enumerate(slots):
-                if expert != NOTHING:
-                    copies.setdefault(expert, []).append((place, slot))
-        return copies
+        places = (
+            (expert, (place, slot))
+            for place, slots in enumerate(self.experts)
+            for slot, expert in enumerate(slots)
+        )
+        return grouped((expert, place) for expert, place in places if expert != NOTHING)
 
     def loads(self, rows: Sequence[int]) -> list[float]:
         """Return how many rows each device computes, given the rows of each expert."""

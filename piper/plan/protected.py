@@ -13,6 +13,7 @@ from itertools import chain
 
 from piper.ir.devices import show
 from piper.ir.format import size
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Plans
@@ -165,11 +166,8 @@ class ProtectedState:
         assert self.plans.protection is not None
         machine = self.plans.protection.machine
         sizes = {machine(device): 0 for device in self.plans.devices}
-        alike: dict[object, list[StateCopy]] = {}
-        for copy in self._copies:
-            key = (copy.program, copy.sent_by, tuple(map(self._alike, copy.slots)))
-            alike.setdefault(key, []).append(copy)
-        for first, *others in alike.values():
+        kinds = ((c.program, c.sent_by, tuple(map(self._alike, c.slots))) for c in self._copies)
+        for first, *others in grouped(zip(kinds, self._copies, strict=True)).values():
             by_part: dict[object, int] = {}
             for device in first.plan.devices:
                 part = tuple(self._part(slot, device) for slot in first.slots)
@@ -186,10 +184,7 @@ class ProtectedState:
         domain: of a device. None: nothing holds the elements at all. Slots that are owned and copied in the
         same way, as those of equal layers are, are lost together: the devices of one of them are looked at.
         """
-        copies_of: dict[str, list[tuple[StateCopy, SlotId]]] = {}
-        for copy in self._copies:
-            for slot in copy.slots:
-                copies_of.setdefault(self._name(slot), []).append((copy, slot))
+        copies_of = grouped((self._name(s), (copy, s)) for copy in self._copies for s in copy.slots)
         alike: dict[object, str] = {}  # the first name of those that are
         for name, placed in self._written_slots.items():
             owned = tuple((plan.devices, self._alike(slot)) for plan, slot in placed)

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, Op
@@ -171,11 +172,8 @@ def events_of(plans: Plans) -> tuple[list[Event], list[list[int]]]:
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
     """Return the shortest cycle through a vertex of some cycle that is cheap to find."""
-    before: dict[int, list[int]] = {}  # each stuck vertex waits for another: going back leads into a cycle
-    for a in stuck:
-        for b in followers[a]:
-            if b in stuck:
-                before.setdefault(b, []).append(a)
+    # Each stuck vertex waits for another: going back leads into a cycle.
+    before = grouped((b, a) for a in stuck for b in followers[a] if b in stuck)
     walked: dict[int, None] = {}
     at = min(stuck)
     while at not in walked:

@@ -1,14 +1,12 @@
 """The parameters in a bucket, and who updates which elements of it, and so of the optimizer's state."""
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from piper.ir.devices import Devices
+from piper.ir.grouping import grouped
 from piper.ir.sharding import Sharding
 
-PartT = TypeVar("PartT", bound=Hashable)
 Share = tuple[tuple[int, ...], int]  # a device's slices of the parameters, and the number of its shard
 
 
@@ -24,14 +22,6 @@ class Piece:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-def sharers(shares: Mapping[int, PartT]) -> dict[PartT, list[int]]:
-    """Return the devices that have the same part of something, by part, in their order."""
-    same: dict[PartT, list[int]] = {}
-    for device, part in shares.items():
-        same.setdefault(part, []).append(device)
-    return same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,4 +44,4 @@ class Ownership:
 
     def owners(self) -> dict[Share, list[int]]:
         """Return the devices that update the same elements, by these."""
-        return sharers(self.shares())
+        return grouped((share, device) for device, share in self.shares().items())

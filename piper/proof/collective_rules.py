@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from piper.ir.devices import show
+from piper.ir.grouping import grouped
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import show_collective
@@ -11,7 +12,7 @@ from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.instr import Instr
 from piper.plan.ops import Collecting, OfBucket, Op, Payload, Routing
 from piper.plan.plan import Comm
-from piper.proof.covers import Contributor, once
+from piper.proof.covers import once
 from piper.proof.local_rules import LocalRules, described
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
@@ -306,11 +307,8 @@ class CollectiveRules:
         """Return the sum over each group, for each member."""
         if comm is None:
             return [given[member.program] for member in members]
-        by_amount: dict[Amount, list[Contributor]] = {}
-        for member in members:
-            for cover, amount in given[member.program]:
-                by_amount.setdefault(amount, []).append((member.program, cover))
         programs = tuple(member.program for member in members)
+        by_amount = grouped((amount, (p, cover)) for p in programs for cover, amount in given[p])
         sums: dict[int, list[tuple[int, Amount]]] = {program: [] for program in programs}
         for amount, contributors in by_amount.items():
             covers = self.covers.summed(comm.name, tuple(contributors), programs)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph, microbatches_of
+from piper.ir.grouping import grouped
 from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Shard, Sharding, refined, shardings_on
 from piper.ir.step_sums import step_sums
@@ -110,10 +111,12 @@ class Specification:
         self.sums = step_sums(graph, clip=clip)
         self.microbatch_sums = {each.slot: each.source for each in self.sums if each.source is not None}
         trainable = {param.name for param in self.outline.parameters if param.trainable}
-        self.contributors: dict[str, list[str]] = {}  # the chunks whose backward gives each a gradient
-        for chunk in (chunk for chunk in self.outline.chunks if "B" in chunk.phases):
-            for name in trainable.intersection(chunk.phases["B"].grad_params):
-                self.contributors.setdefault(name, []).append(chunk.name)
+        self.contributors = grouped(  # the chunks whose backward gives each a gradient
+            (name, chunk.name)
+            for chunk in self.outline.chunks
+            if "B" in chunk.phases
+            for name in trainable.intersection(chunk.phases["B"].grad_params)
+        )
         self.readers = self._readers(backward=True)
         self._whole = {backward: self._whole_axes(backward=backward) for backward in (False, True)}
 
@@ -215,9 +218,7 @@ class Specification:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for some in self.microbatches.values() for part in some)
         apart = [name for name, sets in self.part_devices.items() if len(set(sets.values())) > 1]
-        by_devices: dict[tuple[Devices | None, ...], list[Tags]] = {}
-        for part in parts:
-            by_devices.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
+        by_devices = grouped((tuple(self.part_devices[n].get(part) for n in apart), part) for part in parts)
         layouts: list[Layout] = []
         for sets, same in by_devices.items():
             placed = ((n, devices) for n, devices in zip(apart, sets, strict=True) if devices is not None)

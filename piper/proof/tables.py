@@ -6,6 +6,7 @@ from itertools import chain, islice
 
 from piper.ir.chunk import Batch, Parameter
 from piper.ir.devices import show
+from piper.ir.grouping import grouped
 from piper.ir.mesh import copies_along, groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on, show_shardings
 from piper.plan.bucket import Bucket
@@ -19,10 +20,7 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     yield from sharding_problems(spec)
     yield from pair_problems(plans)
     yield from buffer_problems(plans, spec)
-    holders: dict[str, list[Bucket]] = {}  # by parameter
-    for bucket in plans.buckets.values():
-        for piece in bucket.pieces:
-            holders.setdefault(piece.name, []).append(bucket)
+    holders = grouped((piece.name, bucket) for bucket in plans.buckets.values() for piece in bucket.pieces)
     parameters = {param.name: param for param in spec.outline.parameters}
     for bucket in plans.buckets.values():
         family = list({b.name: b for piece in bucket.pieces for b in holders[piece.name]}.values())
@@ -186,10 +184,7 @@ def shown_shardings(shardings: Sequence[Sharding]) -> str:
 
 def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield the buffers that devices hold differently from what the chunks that use them expect."""
-    users: dict[str, list[str]] = {}
-    for chunk in spec.outline.chunks:
-        for name in chunk.buffers:
-            users.setdefault(name, []).append(chunk.name)
+    users = grouped((name, chunk.name) for chunk in spec.outline.chunks for name in chunk.buffers)
     for plan in plans:
         for slot, resident in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
+from piper.ir.grouping import grouped
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
 from piper.plan.bucket import Bucket
-from piper.plan.updates import sharers
 from piper.process.usercode import named, raised
 from piper.runtime.bucket_layout import own_slice
 
@@ -62,11 +62,8 @@ Parts = tuple[ParameterPart, ...]  # that the optimizer of one device is given, 
 
 def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
     """Return the devices that hold the same buckets, with these buckets, in the order of the plan."""
-    by_device: dict[int, list[Bucket]] = {}
-    for bucket in buckets:
-        for device in bucket.devices:
-            by_device.setdefault(device, []).append(bucket)
-    classes = sharers({device: tuple(b.name for b in mine) for device, mine in by_device.items()})
+    by_device = grouped((device, bucket) for bucket in buckets for device in bucket.devices)
+    classes = grouped((tuple(b.name for b in mine), device) for device, mine in by_device.items())
     return [(tuple(devices), tuple(by_device[devices[0]])) for devices in classes.values()]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
+from piper.ir.grouping import grouped
 from piper.schedules.grid import Action, Grid, Stage, group_text, orders, parse_group
 from piper.schedules.timing import timeline
 
@@ -134,9 +135,7 @@ def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
 
 def nothing_missing(grid: Grid, found: dict[Action, tuple[int, int]], by: str) -> None:
     """Refuse a grid in which some stage leaves out a microbatch, or a part of its backward."""
-    parts: dict[tuple[int, int], list[Action]] = {}
-    for action in found:
-        parts.setdefault((action.stage, action.microbatch), []).append(action)
+    parts = grouped(((action.stage, action.microbatch), action) for action in found)
     stages, microbatches = grid.stages, grid.microbatches
     sizes = f"stages 0..{stages - 1}, microbatches 0..{microbatches - 1}, by the largest of each"
     # Stops at the first gap, so a stray huge index costs no more than the actions that are there.

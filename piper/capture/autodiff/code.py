@@ -18,6 +18,7 @@ from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import line_of
 from piper.ir.chunk import PHASES, Chunk, Phase, PhaseSpec, TensorSpec
+from piper.ir.grouping import grouped
 from piper.process.usercode import LINES
 
 _aten = torch.ops.aten
@@ -164,10 +165,8 @@ def _can_be_given_memory(write: Write, body: Collection[fx.Node]) -> bool:
 
 def _storages(kept: Sequence[fx.Node], sizes: SymbolicSizes) -> tuple[dict[int, int], tuple[int, ...]]:
     """Number the memory that several values share, or of which a value shows only a part."""
-    users: dict[int, list[fx.Node]] = {}
-    for node in kept:
-        if node.op != "placeholder":  # a buffer is saved as a copy
-            users.setdefault(memory_of(node), []).append(node)
+    # A buffer is saved as a copy.
+    users = grouped((memory_of(node), node) for node in kept if node.op != "placeholder")
     index: dict[int, int] = {}
     bytes_of: list[int] = []
     for storage, nodes in users.items():

@@ -1,7 +1,7 @@
 """Estimates the cost of a phase: its kernels, their arithmetic and memory traffic, and temporary memory."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from piper.capture.precision.fp8 import fp8_mm
 from piper.capture.trace.effects import argument
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel, PhaseSpec
+from piper.ir.grouping import grouped
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.dim_IntList, _aten.mean.dim)
@@ -195,16 +196,8 @@ def _fused(
             maker.setdefault(memory, node)
     for value, writer in writers.items():
         leader[lead(value)] = lead(writer)
-    groups = _grouped(leader, lead)
+    groups = grouped((lead(node), node) for node in leader).values()
     return [group for group in groups if not fleeting.issuperset(m for node in group for m in memories(node))]
-
-
-def _grouped(nodes: Iterable[fx.Node], lead: Callable[[fx.Node], fx.Node]) -> Collection[Sequence[fx.Node]]:
-    """Return the nodes in groups with one leader each, in the order of their first nodes."""
-    groups: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        groups.setdefault(lead(node), []).append(node)
-    return groups.values()
 
 
 def _mixes(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 
 from piper.capture.trace.annotate import annotate_modules, listed_regions
 from piper.errors import ConfigError
+from piper.ir.grouping import grouped
 
 TAG = "LAYER"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -100,10 +101,7 @@ def _stack(path: str, container: nn.Module) -> Stack | None:
         name: sum(parameter.numel() / users[parameter] for parameter in child.parameters())
         for name, child in children.items()
     }
-    by_class: dict[type[nn.Module], list[str]] = {}
-    for name, child in children.items():
-        if sizes[name]:
-            by_class.setdefault(type(child), []).append(name)
+    by_class = grouped((type(child), name) for name, child in children.items() if sizes[name])
     repeated = {kind: names for kind, names in by_class.items() if len(names) > 1}
     if not repeated:
         return None

@@ -14,6 +14,7 @@ from piper.capture.trace.sizes import dtype_name
 from piper.capture.trace_errors import quiet, refused
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Buffer, Parameter
+from piper.ir.grouping import grouped
 
 
 def build_fake(
@@ -96,9 +97,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
     """Return every parameter once, with the other names of a tied one."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
+    names = grouped((id(tensor), name) for name, tensor in model.named_parameters(remove_duplicate=False))
     return tuple(
         Parameter(
             name=name,
@@ -118,9 +117,7 @@ def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
+    names = grouped((id(tensor), name) for name, tensor in model.named_buffers(remove_duplicate=False))
     saved = {key: [name for name in tied if name not in passing] for key, tied in names.items()}
     return tuple(
         Buffer(
