@@ -7,9 +7,9 @@ allows more operations, cheapest per freed byte first, until it is met.
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
@@ -216,69 +216,57 @@ class Network:
     """A directed network of numbered places, with a capacity on each edge."""
 
     def __init__(self) -> None:
-        self.edges: list[list[int]] = []  # of each place, the numbers of its edges, both ways
-        self.ends: list[int] = []
-        self.left: list[int] = []  # what an edge can still take; with its last bit flipped it is the way back
+        self.left: list[
+            dict[int, int]
+        ] = []  # of each place: what each edge from it can take, both ways
         self.source, self.sink = self.place(), self.place()
 
     def place(self) -> int:
         """Add a place."""
-        self.edges.append([])
-        return len(self.edges) - 1
+        self.left.append({})
+        return len(self.left) - 1
 
     def join(self, start: int, end: int, capacity: int = INFINITE) -> None:
         """Add an edge."""
-        for here, there, left in ((start, end, capacity), (end, start, 0)):
-            self.edges[here].append(len(self.ends))
-            self.ends.append(there)
-            self.left.append(left)
+        self.left[start][end] = self.left[start].get(end, 0) + capacity
+        self.left[end].setdefault(start, 0)
 
     def behind_cut(self) -> set[int]:
         """Return the places behind the minimum cut, of several the one nearest to the sink."""
         while (levels := self._levels())[self.sink] >= 0:
             self._fill(levels)
-
-        def before(place: int) -> Iterable[int]:
-            return (self.ends[edge] for edge in self.edges[place] if self.left[edge ^ 1])
-
-        return reached([self.sink], before)
+        return reached([self.sink], lambda here: (at for at in self.left[here] if self.left[at][here]))
 
     def _levels(self) -> list[int]:
         """Return each place's distance from the source along edges with capacity left. -1: unreachable."""
-        levels = [-1] * len(self.edges)
+        levels = [-1] * len(self.left)
         levels[self.source] = 0
-        queue = deque([self.source])
-        while queue:
-            here = queue.popleft()
-            for edge in self.edges[here]:
-                there = self.ends[edge]
-                if levels[there] < 0 and self.left[edge]:
+        queue = [self.source]
+        for here in queue:  # the loop appends to it
+            for there, left in self.left[here].items():
+                if left and levels[there] < 0:
                     levels[there] = levels[here] + 1
                     queue.append(there)
         return levels
 
     def _fill(self, levels: list[int]) -> None:
         """Send as much as fits along the shortest ways."""
-        tried = [0] * len(self.edges)
-        path: list[int] = []
-        while True:
-            here = self.ends[path[-1]] if path else self.source
+        ahead = [[to for to in self.left[at] if levels[to] == level + 1] for at, level in enumerate(levels)]
+        path = [self.source]
+        while path:
+            here = path[-1]
             if here == self.sink:
-                least = min(self.left[edge] for edge in path)
-                for edge in path:
-                    self.left[edge] -= least
-                    self.left[edge ^ 1] += least
-                full = next(i for i, edge in enumerate(path) if not self.left[edge])
+                least = min(self.left[a][b] for a, b in pairwise(path))
+                for a, b in pairwise(path):
+                    self.left[a][b] -= least
+                    self.left[b][a] += least
+                full = next(i for i, (a, b) in enumerate(pairwise(path), start=1) if not self.left[a][b])
                 del path[full:]
-                continue
-            edges = self.edges[here]
-            while tried[here] < len(edges):
-                edge = edges[tried[here]]
-                if self.left[edge] and levels[self.ends[edge]] == levels[here] + 1:
-                    path.append(edge)
-                    break
-                tried[here] += 1
+            elif ahead[here] and self.left[here][ahead[here][-1]]:
+                path.append(ahead[here][-1])
+            elif ahead[here]:
+                ahead[here].pop()
             else:
-                if not path:
-                    return
-                tried[self.ends[path.pop() ^ 1]] += 1
+                path.pop()
+                if path:
+                    ahead[path[-1]].pop()
