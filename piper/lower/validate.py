@@ -32,7 +32,6 @@ def validate(graph: Graph, samples: int | None = None) -> Graph:
     check_sets(graph)
     check_axes(graph)
     check_expert_regions(graph)
-    check_buffers(graph)
     check_reruns(graph)
     check_precisions(graph)
     check_fp8_gathers(graph)
@@ -236,27 +235,6 @@ def check_expert_regions(graph: Graph) -> None:
                             for each in (producer, placement)
                         },
                         hint="select the whole region from its route to its unroute",
-                    )
-
-
-def check_buffers(graph: Graph) -> None:
-    """Refuse a written buffer whose readers are on other devices: all readers must see the same values."""
-    for layout in layouts_of(graph):
-        writers = {
-            name: layout.placements[chunk.name] for chunk in graph.outline.chunks for name in chunk.mutated
-        }
-        for chunk in graph.outline.chunks:
-            placement = layout.placements[chunk.name]
-            for name in chunk.buffers:
-                if name in writers and writers[name].devices != placement.devices:
-                    raise ScheduleError(
-                        f"the buffer {name} would change on some of its devices only",
-                        by=placement.by,
-                        facts={
-                            writers[name].chunk: f"writes it on {show(writers[name].devices)}",
-                            chunk.name: f"uses it on {show(placement.devices)}",
-                        },
-                        hint="place the regions that share the buffer on the same devices",
                     )
 
 

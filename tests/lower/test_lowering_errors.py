@@ -93,18 +93,6 @@ def test_a_divided_region_on_devices_that_do_not_form_groups() -> None:
     """)
 
 
-def test_a_buffer_that_would_change_on_some_devices_only() -> None:
-    outline = normed()
-    third = replace(outline.chunks[2], buffers=("mean",))
-    outline = replace(outline, chunks=(*outline.chunks[:2], third))
-    assert said(outline, place(at(), [0]), place(at(PP=2), [1])) == cleandoc("""
-        place #1 (here): the buffer mean would change on some of its devices only
-          PP=1: writes it on 0
-          PP=2: uses it on 1
-          hint: place the regions that share the buffer on the same devices
-    """)
-
-
 def test_what_writes_a_buffer_cannot_run_again() -> None:
     strategy = [split(at(), parts=2), remat(at(), 0.5), remat(at(), 1, across="PP"), place(at(), [0])]
     assert said(normed(), *strategy) == cleandoc("""

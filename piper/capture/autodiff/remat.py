@@ -216,9 +216,7 @@ class Network:
     """A directed network of numbered places, with a capacity on each edge."""
 
     def __init__(self) -> None:
-        self.left: list[
-            dict[int, int]
-        ] = []  # of each place: what each edge from it can take, both ways
+        self.left: list[dict[int, int]] = []  # of each place: what each edge from it can take, both ways
         self.source, self.sink = self.place(), self.place()
 
     def place(self) -> int:
