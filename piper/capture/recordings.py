@@ -108,7 +108,7 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
     meshes: dict[object, int] = {}
     return tuple(
         (
-            repr(replace(request, by="", regions={})),
+            repr(request.meaning),
             tuple(  # in an order that does not depend on the directives
                 (tags, meshes.setdefault(request.regions[tags], len(meshes)))
                 for tags in sorted(request.regions)

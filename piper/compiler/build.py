@@ -269,7 +269,7 @@ def directed(
     traced = capturing.traced(likely_rows(strategy, samples))
     shards = any(isinstance(directive, ShardAxis) for directive in strategy)
     graph = apply(start(traced.outline), strategy, orders=not shards)
-    requests = requests_of(graph, strategy)
+    requests = requests_of(graph)
     if requests:  # collectives are nodes that directives see
         check_axes(graph)
         traced = capturing.traced(traced.outline.rows, requests)

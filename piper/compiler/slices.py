@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.recordings import Capturing
@@ -12,7 +12,7 @@ from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Tags
-from piper.ir.chunk_options import CodeOptions
+from piper.ir.chunk_options import AxisPolicy, CodeOptions
 from piper.ir.graph import Graph
 from piper.ir.mesh import Axis, Mesh, mesh_of
 from piper.lower.validate import parts_of
@@ -108,32 +108,22 @@ def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]
     )
 
 
-def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
+def requests_of(graph: Graph) -> list[Request]:
     """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
     sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
-    regions: dict[int, dict[Tags, Mesh]] = {}
+    asked: dict[int, tuple[AxisPolicy, dict[Tags, Mesh]]] = {}  # by directive, with its regions
     for chunk in graph.outline.chunks:
         axes = graph.policy(chunk.name).axes
         mesh = mesh_of(
             tuple(range(sizes[chunk.name])), (Axis(name=held.axis, degree=held.degree) for held in axes)
         )
         for held in axes:
-            regions.setdefault(held.origin, {})[chunk.tags] = mesh
-    requests = []
-    for number, directive in enumerate(strategy):
-        if isinstance(directive, ShardAxis) and number in regions:
-            degree = directive.ways if directive.ways is not None else len(directive.devices)
-            requests.append(
-                Request(
-                    by=directive.title(number),
-                    axis=directive.axis,
-                    degree=degree,
-                    weights=dict(directive.weights),
-                    batch=dict(directive.batch),
-                    between=directive.between,
-                    attention=directive.attention,
-                    zigzag=directive.balance == "zigzag",
-                    regions=regions[number],
-                )
-            )
-    return requests
+            asked.setdefault(held.origin, (held, {}))[1][chunk.tags] = mesh
+    return [
+        Request(
+            **{each.name: getattr(held, each.name) for each in fields(held)},
+            by=graph.directives[number].title,
+            regions=regions,
+        )
+        for number, (held, regions) in sorted(asked.items())
+    ]

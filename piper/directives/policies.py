@@ -52,7 +52,9 @@ def contradiction(graph: Graph, chunk: str, policies: Mapping[Tags, Policy]) -> 
     facts, numbers = {}, []
     for part, policy in policies.items():
         asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
-        asked += [f"{axis.axis}={axis.degree}" for axis in policy.axes]
+        asked += [
+            f"{axis.axis}={axis.degree} of {', '.join((*axis.weights, *axis.fields))}" for axis in policy.axes
+        ]
         others = {each.name: each.default for each in fields(Policy) if each.name not in SHOWN_APART}
         values = {name: getattr(policy, name) for name in others}
         asked += [f"{name}={value}" for name, value in values.items() if value != others[name]]

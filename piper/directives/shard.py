@@ -64,14 +64,17 @@ class ShardAxis(PlacingDirective):
                 facts={"asked": f"axis={self.axis!r}"},
                 hint="collectives carry the axis as a tag: name an axis that no annotation uses",
             )
-        ways = group_size(self.ways, self.devices, by)
+        ways, zigzag = group_size(self.ways, self.devices, by), self.balance == "zigzag"
         own = AxisPolicy(
             axis=self.axis,
             degree=ways,
             stream=self.stream or self.axis.lower(),
             origin=number,
-            fields={n: ShardDim(dim, zigzag=self.balance == "zigzag") for n, dim in self.batch},
-            between=self.between is not None,
+            weights=dict(self.weights),
+            fields={name: ShardDim(dim, zigzag=zigzag) for name, dim in self.batch},
+            between=self.between,
+            attention=self.attention,
+            zigzag=zigzag,
         )
 
         def sharded(_: str, policy: Policy) -> Policy:

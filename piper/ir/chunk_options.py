@@ -17,14 +17,17 @@ APART: tuple[Apart, ...] = get_args(Apart)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPolicy:
-    """An axis along which a chunk is sharded."""
+    """An axis along which a chunk is sharded, as its directive asks."""
 
     axis: str
     degree: int
     stream: str  # of its collectives
     origin: int  # the directive that said so
+    weights: Mapping[str, int] = field(default_factory=dict)  # by patterns of parameters: the dimension
     fields: Mapping[str, Shard] = field(default_factory=dict)  # of the batch: those that it shards, and how
-    between: bool = False  # it shards what travels between regions, too
+    between: int | None = None  # the dimension along which it shards what travels between regions
+    attention: str = "gather"
+    zigzag: bool = False  # each device has an early and a late slice of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

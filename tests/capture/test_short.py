@@ -136,7 +136,7 @@ def test_the_outline_of_a_divided_model_is_that_of_all_blocks() -> None:
         piper.shard(piper.at(), range(4), ways=2, axis="TP", weights=weights),
     ]
     whole, short = capturing_of(by_layer), short_capturing(capturing_of(by_layer), ROWS)
-    requests = requests_of(apply(start(whole.traced(ROWS).outline), strategy, orders=False), strategy)
+    requests = requests_of(apply(start(whole.traced(ROWS).outline), strategy, orders=False))
     assert short.traced(ROWS, requests).outline == whole.traced(ROWS, requests).outline
     assert isinstance(short, ShortCapturing)
     assert not short.whole.recordings.recorded
@@ -151,11 +151,9 @@ def test_where_stages_begin_does_not_change_a_division() -> None:
                 by=f"shard #{number}",
                 axis="TP",
                 degree=2,
+                stream="tp",
+                origin=number,
                 weights={"*up": 0, "*down": 1},
-                batch={},
-                between=None,
-                attention="auto",
-                zigzag=False,
                 regions={(("LAYER", layer),): mesh for layer in stage},
             )
             for number, stage in enumerate(stages)

@@ -162,6 +162,20 @@ def test_microbatches_that_ask_for_different_levels() -> None:
     assert facts == ["  PP=0 MB=0: zero=1, ways=1", "  PP=0 MB=1: zero=3, ways=1, bucket_mb=4"]
 
 
+def test_microbatches_that_shard_different_weights() -> None:
+    found = said(
+        skips(),
+        split(at(), parts=2),
+        shard(at(MB=0), [0, 1], axis="TP", weights={"a": 0}),
+        shard(at(MB=1), [0, 1], axis="TP", weights={"b": 0}),
+    )
+    assert without_lines(found).splitlines()[0] == (
+        "shard #2: the microbatches of PP=0 contradict each other about its parameters"
+    )
+    facts = [line.split(" by ")[0] for line in found.splitlines()[1:3]]
+    assert facts == ["  PP=0 MB=0: zero=0, ways=1, TP=2 of a", "  PP=0 MB=1: zero=0, ways=1, TP=2 of b"]
+
+
 def test_microbatches_that_there_are_not_yet() -> None:
     found = said(skips(), place(at(PP=0, MB=0), 0), split(at(), parts=2))
     assert without_lines(found) == cleandoc("""

@@ -406,7 +406,7 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
     traced = one.program.recordings.recorded[SAMPLES]
     strategy = strategy_of(case)
     try:
-        requests = requests_of(apply(start(traced.outline), strategy, orders=False), strategy)
+        requests = requests_of(apply(start(traced.outline), strategy, orders=False))
         recording, parameters = shard_model(
             traced.recording, requests, traced.outline.parameters, traced.outline.batch
         )
@@ -431,9 +431,9 @@ def stepped(
     axes = [(request.axis, request.degree) for request in requests]
     cuts = {
         name: [
-            AxisPlacement(axis=r.axis, degree=r.degree, placement=Shard(r.batch[name], zigzag=r.zigzag))
+            AxisPlacement(axis=r.axis, degree=r.degree, placement=r.fields[name])
             for r in requests
-            if name in r.batch
+            if name in r.fields
         ]
         for name in batch
     }

@@ -6,28 +6,27 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from piper.ir.chunk import Tags
+from piper.ir.chunk_options import AxisPolicy
 from piper.ir.mesh import Mesh
 from piper.ir.sharding import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(AxisPolicy):
     """What one `shard` directive over an axis asks, and the regions that it shards."""
 
     by: str  # the directive, as messages name it
-    axis: str
-    degree: int
-    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is sharded
-    batch: Mapping[str, int]
-    between: int | None  # the dimension along which activations between sharded work are sharded
-    attention: str
-    zigzag: bool
     regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
+
+    @property
+    def meaning(self) -> "Request":
+        """Return what is asked, whichever directive asks it and for whichever regions."""
+        return replace(self, by="", regions={}, origin=0, stream="")
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives shard alike, so that slices may pass between their regions."""
         axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
-        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
+        return axes == others and self.meaning == other.meaning
 
     def by_axes(self) -> Iterator["Request"]:
         """Yield a request for all regions that have the same axes: slices pass between no others."""

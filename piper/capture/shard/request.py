@@ -91,7 +91,7 @@ def _sharded_once(
     sharding = AxisSharding(
         request=request,
         weights=weights,
-        batch={name: Shard(dim, zigzag=request.zigzag) for name, dim in request.batch.items()},
+        batch=request.fields,
         inner=inner,
     )
     sharder = shard_forward(recording, sharding, region_of)
@@ -196,7 +196,7 @@ def _check_weight(request: Request, parameter: Parameter, dim: int) -> None:
 
 
 def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
-    for name, dim in request.batch.items():
+    for name, layout in request.fields.items():
         if name not in batch:
             raise ScheduleError(
                 f"the batch has no field {name!r}",
@@ -204,8 +204,7 @@ def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
                 facts={"fields": ", ".join(batch)},
                 hint="name the fields that hold one entry for each position of the sequence",
             )
-        shape = batch[name].shape
-        layout = Shard(dim, zigzag=request.zigzag)
+        shape, dim = batch[name].shape, layout.dim
         if not 1 <= dim < len(shape) or not divides(shape[dim], layout, request.degree):
             slices = request.degree * (2 if request.zigzag else 1)
             raise ScheduleError(
