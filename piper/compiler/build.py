@@ -18,7 +18,7 @@ from piper.capture.trace.record import LossFn
 from piper.capture.trace.returned import Prediction
 from piper.capture.trace.trace import Traced
 from piper.compiler.optimizer_probe import OptimizerFacts, facts_of_optimizer
-from piper.compiler.shared_state import check_same_state, holder_of, reads_state_of
+from piper.compiler.shared_state import check_same_state, holder_of, reads_state_of, share_buckets
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
@@ -36,7 +36,6 @@ from piper.job import Batch, Job, job_for, strategy_of
 from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
-from piper.lower.shared_buckets import share_buckets
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import check_axes, validate
 from piper.plan.plan import Plans

@@ -1,6 +1,6 @@
 """Fits other programs of a job, for evaluation or for batches of other sizes, to the state of the first."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from piper.checkpoint.moves import moves_between
@@ -8,12 +8,14 @@ from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter
 from piper.ir.devices import show
 from piper.ir.graph import Graph
+from piper.ir.grouping import grouped
 from piper.job import Batch, Job, limit_of
 from piper.lower.buckets import ProgramBuckets
-from piper.lower.shared_buckets import held_otherwise
+from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Slot
+from piper.plan.updates import Piece
 from piper.runtime.batch import COUNTS
 from piper.runtime.setup import ProgramLike
 
@@ -51,6 +53,78 @@ def reads_state_of(trained: Graph, buckets: Mapping[str, Bucket], graph: Graph) 
             assert layout_of(parameter) == layout_of(parameters[parameter.name]), parameter.name
     frozen = tuple(replace(parameter, trainable=False) for parameter in trained.outline.parameters)
     return replace(graph, outline=replace(graph.outline, parameters=frozen))
+
+
+def share_buckets(
+    graph: Graph, held: Mapping[str, Bucket], own: ProgramBuckets | None = None
+) -> ProgramBuckets:
+    """Read parameters from the buckets of another program of the same job, which trains them.
+
+    PP=0/0 (read by PP=0)
+    -->
+    PP=0/0 (read by the chunks of this program that use its parameters)
+
+    own: the buckets that this program would have alone, if it trains the parameters too. They lie as the
+    others do, so only what a program does with a bucket is its own: its streams, and how long it is kept.
+    """
+    placements = placements_of(graph)
+    readers: dict[str, list[str]] = {}
+    for chunk in graph.outline.chunks:
+        for name in chunk.params:
+            having = (b for b in held.values() if any(piece.name == name for piece in b.pieces))
+            bucket = next(b for b in having if set(placements[chunk.name].devices) <= set(b.devices))
+            if chunk.name not in readers.setdefault(bucket.name, []):
+                readers[bucket.name].append(chunk.name)
+    read: dict[str, Bucket] = {}
+    for bucket in held.values():
+        if bucket.name in readers:
+            siblings = tuple(name for name in bucket.siblings if name in readers)
+            shared = replace(
+                bucket,
+                chunks=tuple(readers[bucket.name]),
+                trainable=bucket.trainable and own is not None,
+                siblings=siblings,
+                copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
+            )
+            read[bucket.name] = shared if own is None else used_as(shared, own)
+    return ProgramBuckets(read=read, held=held if own is None else read, why=own.why if own else ())
+
+
+def used_as(bucket: Bucket, own: ProgramBuckets) -> Bucket:
+    """Return a bucket with the streams, and the directives, of the program that has buckets of its own."""
+    names = {piece.name for piece in bucket.pieces}
+    mine = [b for b in own.read.values() if any(piece.name in names for piece in b.pieces)]
+    return replace(
+        bucket,
+        keep=all(each.keep for each in mine),
+        reduce_stream=mine[0].reduce_stream,
+        gather_stream=mine[0].gather_stream,
+        origin=tuple(dict.fromkeys(number for each in mine for number in each.origin)),
+    )
+
+
+def held_otherwise(
+    own: Mapping[str, Bucket], held: Mapping[str, Bucket]
+) -> Iterator[tuple[str, Bucket | None, Bucket | None]]:
+    """Yield each parameter that does not lie alike in two sets of buckets, with its bucket in each."""
+    # Which other parameters are in its bucket does not matter. A tied one has several.
+    mine, others = (
+        grouped((piece.name, (bucket, piece)) for bucket in buckets.values() for piece in bucket.pieces)
+        for buckets in (own, held)
+    )
+    for name in dict.fromkeys((*mine, *others)):
+        ours, theirs = mine.get(name, []), others.get(name, [])
+        if [held_as(*one) for one in ours] != [held_as(*one) for one in theirs]:
+            first = [each[0][0] if each else None for each in (ours, theirs)]
+            yield name, first[0], first[1]
+
+
+def held_as(bucket: Bucket, piece: Piece) -> object:
+    """Return how a parameter lies on devices: who holds, reduces and updates what of it, in which types."""
+    sets = (bucket.devices, bucket.groups, bucket.inside, bucket.across)
+    types = (bucket.dtype, bucket.reduced_as, bucket.gathered_as)
+    counts = (bucket.zero, bucket.copies, bucket.clones)
+    return sets, types, counts, bucket.trainable, piece.shape, piece.shardings
 
 
 def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
