@@ -12,7 +12,7 @@ from piper.capture.autodiff.code import GraphCode
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile import inductor, phases
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.inductor import Source
+from piper.capture.compile.hashing import Source
 from piper.capture.compile.phases import CompiledPieces
 from piper.capture.trace.trace import trace
 from tests import zoo

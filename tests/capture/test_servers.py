@@ -19,7 +19,8 @@ from torch.fx._graph_pickler import GraphPickler
 
 from piper.capture.compile import phases
 from piper.capture.compile.cache import Cache, CacheEntry
-from piper.capture.compile.inductor import Compiled, Source, name_of
+from piper.capture.compile.hashing import Source
+from piper.capture.compile.inductor import Compiled, name_of
 from piper.capture.compile.phases import compile_phases
 from piper.capture.compile.servers import Compilation, CompileServers, request_of
 from piper.capture.recordings import Capturing, Recordings

@@ -13,7 +13,7 @@ from piper.capture.autodiff.joint import Joint, UntraceableError, trace_joint
 from piper.capture.autodiff.partition import Partitioner
 from piper.capture.autodiff.remat import Choice, Chooser
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.hashing import structural_key
+from piper.capture.compile.hashing import Source, structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import Body, CapturedChunk
@@ -156,8 +156,7 @@ class Captured:
         self, phases: Mapping[tuple[str, Phase], PhaseCode], cache: Cache, meanwhile: Callable[[], None]
     ) -> dict[tuple[str, Phase], PhaseCode]:
         """Return the compiled form of phases, except of those that are no graph or compute nothing."""
-        from piper.capture.compile.inductor import Source  # it takes a second to import
-        from piper.capture.compile.phases import compile_phases
+        from piper.capture.compile.phases import compile_phases  # it takes a second to import
 
         chunks = {chunk.key: chunk.name for chunk in reversed(self.outline.chunks)}
         sources: dict[tuple[str, Phase], Source] = {}

@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from piper.capture.compile.inductor import Boxed, CompiledPhase, Source
+from piper.capture.compile.hashing import Source
+from piper.capture.compile.inductor import Boxed, CompiledPhase
 from piper.capture.compile.operators import EMBEDDING_GRAD, embedding_grad_into, mm_into
 
 _aten = torch.ops.aten

@@ -1,14 +1,27 @@
-"""Names code by what it does, so that identical stages are traced and compiled once."""
+"""Code before it is compiled, and names for it by what it does: identical stages are compiled once."""
 
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.capture.trace.piece import Body
+from piper.ir.chunk import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A phase or a piece of it as a graph, with example arguments."""
+
+    module: fx.GraphModule
+    arguments: Sequence[Tensor]  # fakes of any mode
+    chunk: str
+    phase: Phase
+    in_place: tuple[int, ...] = ()  # results that are to be written into further arguments
 
 
 def structural_key(

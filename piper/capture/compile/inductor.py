@@ -13,12 +13,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import sympy  # type: ignore[import-untyped]  # torch's symbols are its
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._inductor import config, standalone_compile
 from torch._inductor.codecache import CacheBase, torch_key
@@ -28,12 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.compile.cache import Cache, CacheEntry
-from piper.capture.compile.hashing import digest_of, node_lines
+from piper.capture.compile.hashing import Source, digest_of, node_lines
 from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
 from piper.capture.trace.sizes import ROWS_WHILE_TRACING, unknown_rows
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError, PiperError
-from piper.ir.chunk import Phase
 from piper.process.custom_operators import check_importable, modules_of
 from piper.process.files import private_folder
 
@@ -104,17 +102,6 @@ class Compiled(CompiledPhase):
     def __reduce__(self) -> tuple[type["Compiled"], tuple[str, bytes, Cache, tuple[str, ...]]]:
         check_importable(self.modules)
         return Compiled, (self.name, self.artifact, self.cache, self.modules)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A phase or a piece of it as a graph, with example arguments."""
-
-    module: fx.GraphModule
-    arguments: Sequence[Tensor]  # fakes of any mode
-    chunk: str
-    phase: Phase
-    in_place: tuple[int, ...] = ()  # results that are to be written into further arguments
 
 
 def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.flat_gradients import FlatPhase, source_in_place
-from piper.capture.compile.hashing import digest_of, node_lines
-from piper.capture.compile.inductor import Compiled, CompiledPhase, Source, compiled, loaded, name_of
+from piper.capture.compile.hashing import Source, digest_of, node_lines
+from piper.capture.compile.inductor import Compiled, CompiledPhase, compiled, loaded, name_of
 from piper.capture.compile.operators import mm_into
 from piper.capture.compile.servers import Compilation, CompileServers, start_kernel_compilers
 from piper.capture.trace.graph_walks import interval_sums, repeated_runs

@@ -20,17 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.hashing import Source
 from piper.process.custom_operators import modules_of
-
-if TYPE_CHECKING:
-    from piper.capture.compile.inductor import Source  # it takes a second to import
 
 log = logging.getLogger("piper")
 CORES = 4  # of this machine, for each server
@@ -51,7 +48,7 @@ class CompileRequest:
     cache: Cache
 
 
-def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | None:
+def request_of(name: str, source: Source, cache: Cache) -> CompileRequest | None:
     """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
     from torch.fx._graph_pickler import GraphPickler, Options  # it takes a second to import
 
@@ -111,7 +108,7 @@ class Compilation:
     def __init__(
         self,
         processes: Sequence[subprocess.Popen[bytes]],
-        graphs: Mapping[str, "Source"],
+        graphs: Mapping[str, Source],
         cache: Cache,
         report: Callable[[str], None],
     ) -> None:
@@ -215,7 +212,7 @@ def serve(device: str, threads: int) -> None:
 
 def warm_up(device: torch.device) -> str:
     """Compile a small graph, so that what a compiler sets up once is there when the first request comes."""
-    from piper.capture.compile.inductor import Source, name_of
+    from piper.capture.compile.inductor import name_of  # it takes a second to import
 
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -235,7 +232,7 @@ def compile_request(request: CompileRequest) -> str:
     """Compile a graph and store it. Return why that failed, or an empty text."""
     from torch.fx._graph_pickler import GraphPickler
 
-    from piper.capture.compile.inductor import Source, compiled, name_of
+    from piper.capture.compile.inductor import compiled, name_of
 
     try:
         for needed in request.modules:
