@@ -106,7 +106,9 @@ class Average(ChunkDirective):
         """Return the outer optimizer. Refuse settings that SGD does not have."""
         given = dict(self.outer or {})
         lr, momentum, nesterov = (given.get(key, default) for key, default in OUTER.items())
-        if given.keys() <= OUTER.keys() and lr > 0 and 0 <= momentum < 1 and (momentum or not nesterov):
+        numbers = all(isinstance(value, bool | int | float) for value in given.values())
+        known = numbers and given.keys() <= OUTER.keys()
+        if known and lr > 0 and 0 <= momentum < 1 and (momentum or not nesterov):
             return OuterStep(lr=lr, momentum=momentum, nesterov=bool(nesterov))
         raise ScheduleError(
             "the outer optimizer is no SGD",

@@ -4,8 +4,11 @@ import pytest
 
 import piper
 from piper import at, average, offload, place, protect, replicate, shard
+from piper.directives import apply
 from piper.directives.json import parse_strategy, show_strategy
 from piper.errors import ConfigError, ScheduleError
+from piper.ir.graph import start
+from tests.chain import chain
 from tests.runtime.averaging import data, job, train
 
 EVERYTHING = replicate(at(), devices=[0, 1, 2, 3])
@@ -133,6 +136,13 @@ def test_groups_that_are_none_are_refused(case: str) -> None:
 def test_an_outer_optimizer_is_given_by_its_settings() -> None:
     with pytest.raises(ScheduleError, match=r"outer=0.7 is not a dict"):
         average(at(), across=[0, 1], outer=0.7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outer", [{"lr": "0.7"}, {"lr": 0.5, "momentum": None}, {"lr": 0.5, "rate": 1.0}])
+def test_settings_that_sgd_does_not_have_are_refused(outer: dict[str, float]) -> None:
+    asked = average(at(), across=[0, 1], outer=outer)
+    with pytest.raises(ScheduleError, match="the outer optimizer is no SGD"):
+        apply(start(chain(2)), [replicate(at(), [0, 1]), asked])
 
 
 def test_groups_have_a_json_form() -> None:
