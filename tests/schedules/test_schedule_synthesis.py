@@ -12,7 +12,7 @@ from piper import schedules
 from piper.directives.order import order
 from piper.errors import ScheduleError
 from piper.ir.select import at
-from piper.schedules import Memory, Placement, StageCosts, synthesise
+from piper.schedules import Memory, Placement, StageCosts, bound, synthesise
 from piper.schedules.grid import NAMES, Action, Grid, grid_for, orders
 from piper.schedules.synthesis.synthesise import synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
@@ -264,6 +264,15 @@ HINT = "give one number for each stage, in order; for `hop` one for each boundar
         (
             lambda: synthesise(EVEN, [0, 1, 1, 0], 2),  # type: ignore[arg-type]
             "synthesise: placement is a list\n  hint: give a piper.schedules.Placement",
+        ),
+        (
+            lambda: bound(EVEN, Placement.v(3), 2),
+            "bound: the inputs differ in their number of stages\n  costs:     4 stages\n"
+            "  placement: 6 stages\n  hint:      give costs, placement and memory of the same stages",
+        ),
+        (
+            lambda: bound(EVEN, Placement.v(2), 0),
+            "bound: microbatches must be a whole number from 1, got 0\n  hint: microbatches=1 is the least",
         ),
         (
             lambda: synthesise(EVEN, Placement.v(3), 2),

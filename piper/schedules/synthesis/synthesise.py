@@ -48,7 +48,7 @@ def synthesise(
     memory: what a microbatch of each stage holds, and how much each rank may hold. None: no limit.
     """
     need_whole("synthesise", microbatches=microbatches, trials=trials)
-    check_inputs(costs, placement, memory)
+    check_inputs(costs, placement, memory, "synthesise")
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
     named = list(named_grids(placement, microbatches))
@@ -65,7 +65,7 @@ def synthesise(
     return Synthesised(orders(grid, stage=stage, part=part), grid, costs, end, min(least, end))
 
 
-def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
+def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None, by: str) -> None:
     """Refuse inputs of other types, of different sizes, and a limit that not even one microbatch fits."""
     for name, given, wanted in (
         ("costs", costs, StageCosts),
@@ -75,7 +75,7 @@ def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None)
         if not isinstance(given, wanted) and not (name == "memory" and given is None):
             raise ScheduleError(
                 f"{name} is a {type(given).__name__}",
-                by="synthesise",
+                by=by,
                 hint=f"give a piper.schedules.{wanted.__name__}",
             )
     sizes = {"costs": costs.stages, "placement": len(placement.ranks)}
@@ -84,7 +84,7 @@ def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None)
     if len(set(sizes.values())) > 1:
         raise ScheduleError(
             "the inputs differ in their number of stages",
-            by="synthesise",
+            by=by,
             facts={name: f"{size} stages" for name, size in sizes.items()},
             hint="give costs, placement and memory of the same stages",
         )
@@ -93,7 +93,7 @@ def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None)
     if not isinstance(memory.limit, int) and len(memory.limit) != placement.count:
         raise ScheduleError(
             f"{len(memory.limit)} limits for {placement.count} ranks",
-            by="synthesise",
+            by=by,
             hint="give one limit for all ranks, or one for each",
         )
     for rank in range(placement.count):
@@ -101,7 +101,7 @@ def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None)
         if needed > memory.limit_of(rank):
             raise ScheduleError(
                 f"rank {rank} cannot hold one microbatch",
-                by="synthesise",
+                by=by,
                 facts={"needs": f"{needed} bytes", "limit": f"{memory.limit_of(rank)} bytes"},
                 hint="raise the limit, use smaller microbatches, or put fewer stages on the rank",
             )
@@ -244,6 +244,8 @@ def bound(costs: StageCosts, placement: Placement, microbatches: int, memory: Me
     - Bytes times seconds: a microbatch holds a stage's bytes at least as long as its way from there to the
       loss and back, and a rank never holds more than its limit.
     """
+    need_whole("bound", microbatches=microbatches)
+    check_inputs(costs, placement, memory, "bound")
     problem = problem_of(costs, placement, 1)
     heads, tails = paths_of(problem)
     found = 0.0
