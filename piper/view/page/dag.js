@@ -147,13 +147,11 @@ function dagView() {
     setFont(context, 11);
     const choices = [microbatch ? `${word} · ${microbatch}` : word, word, microbatch ? `${word.split(" ")[0]} · ${microbatch}` : "", word.split(" ")[0]];
     const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide) ?? shortened(context, choices[3], wide - 4);
-    context.fillStyle = colour.text;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillText(text, x + wide / 2, y + NODE / 2 + 0.5);
+    write(context, text, x + wide / 2, y + NODE / 2 + 0.5, { size: 11, colour: colour.text });
   }
 
   const view = {
+    ...ofInstructions(() => dag().lanes),
     name: "Dependencies of a device",
     hovers: true,
     range: dagRange,
@@ -164,17 +162,9 @@ function dagView() {
       left = timeLeft();
       graph.lanes.forEach((lane, row) => {
         const { context } = scene;
-        context.strokeStyle = paper().line;
-        context.lineWidth = 1;
-        context.beginPath();
-        context.moveTo(left, top(row) + NODE / 2 + 0.5);
-        context.lineTo(scene.right, top(row) + NODE / 2 + 0.5);
-        context.stroke();
-        setFont(context, 12);
-        context.textAlign = "right";
-        context.textBaseline = "middle";
-        context.fillStyle = paper().text;
-        context.fillText(lane.name, left - 10, top(row) + NODE / 2);
+        const y = top(row) + NODE / 2;
+        line(context, paper().line, 1, [left, y + 0.5], [scene.right, y + 0.5]);
+        write(context, lane.name, left - 10, y, { align: "right" });
       });
       scene.clipped(() => {
         drawEdges(scene, graph);
@@ -188,18 +178,6 @@ function dagView() {
       const column = scene.value(x);
       const place = graph.lanes[row].places.find((p) => graph.column[p] <= column && column < graph.column[p] + 1);
       return place === undefined ? null : { place };
-    },
-    tip({ place }) {
-      return tipOf(currentProgram(), place);
-    },
-    point(hit) {
-      hover(currentProgram(), hit ? hit.place : null);
-    },
-    choose({ place }) {
-      select(currentProgram(), place, { reveal: true });
-    },
-    move(direction) {
-      moveAlong(dag().lanes, direction);
     },
   };
   listen((update) => {

@@ -1,6 +1,7 @@
 // What is selected: what it is, when it runs, what it needs, and the lines that made it.
 
 const MOST_LINKS = 6;
+const NEIGHBOURS = [["needs", "into", 0], ["for", "out", 0], ["after", "into", 1], ["before", "out", 1]]; // name, way, kind of edge
 
 function showDetails() {
   const host = byId("details");
@@ -30,13 +31,10 @@ function describeCell({ program: number, places }, add) {
     const edges = new Map(places.flatMap((place) => graph[way][place]).filter(([at, of]) => of === kind && !own.has(at)).map((edge) => [edge[0], edge]));
     return links(number, [...edges.values()], kind);
   };
-  add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}`);
+  add("on", program.title);
   add("planned", `from ${showTime(low)} to ${showTime(high)}`);
   add("runs", ...links(number, places.map((place) => [place, 0]), 0));
-  add("needs", ...outside("into", 0));
-  add("for", ...outside("out", 0));
-  add("after", ...outside("into", 1));
-  add("before", ...outside("out", 1));
+  for (const [name, way, kind] of NEIGHBOURS) add(name, ...outside(way, kind));
 }
 
 function describeOne(chosen, add) {
@@ -44,7 +42,7 @@ function describeOne(chosen, add) {
   const { place } = chosen;
   const phase = program.phase[place] && program.opAt(place) === "compute" ? `, ${PHASES[program.phase[place]]}` : "";
   add("does", `${facts.ops[program.opAt(place)].label}${phase}`);
-  add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}, stream ${program.streamAt(place)}, instruction ${place} of ${program.count}`);
+  add("on", `${program.title}, stream ${program.streamAt(place)}, instruction ${place} of ${program.count}`);
   add("planned", `at ${showTime(program.start[place])}, for ${showTime(program.length[place])}`);
   const run = measuredOf(state.device);
   if (run && chosen.program === currentProgram()) {
@@ -55,10 +53,7 @@ function describeOne(chosen, add) {
   if (program.microbatchAt(place)) add("microbatch", program.microbatchAt(place));
   if (program.comm[place] >= 0) add("moves", `${showBytes(program.nbytes[place])} over ${program.commNames[program.comm[place]]}`);
   const graph = dagOf(chosen.program);
-  add("needs", ...links(chosen.program, graph.into[place], 0));
-  add("for", ...links(chosen.program, graph.out[place], 0));
-  add("after", ...links(chosen.program, graph.into[place], 1));
-  add("before", ...links(chosen.program, graph.out[place], 1));
+  for (const [name, way, kind] of NEIGHBOURS) add(name, ...links(chosen.program, graph[way][place], kind));
   add("meets", ...peersOf(chosen.program, place).slice(0, MOST_LINKS).map(([other, at]) => peerLink(other, at)));
 }
 
@@ -67,7 +62,7 @@ function links(number, edges, kind) {
   const program = facts.programs[number];
   const found = edges.filter(([, of]) => of === kind);
   const shown = found.slice(0, MOST_LINKS).map(([place, , by]) => {
-    const go = make("button", { type: "button", class: "link", onclick: () => select(number, place, { reveal: true }) }, program.nodeAt(place));
+    const go = linkTo(program.nodeAt(place), () => select(number, place, { reveal: true }));
     const said = kind && by >= 0 && facts.strategy[by] ? ` (${facts.strategy[by].title})` : "";
     return make("span", {}, go, said);
   });
@@ -78,21 +73,11 @@ function links(number, edges, kind) {
 // The same communication on other devices.
 function peerLink(number, place) {
   const program = facts.programs[number];
-  const words = `${facts.ops[program.opAt(place)].label} on ${program.devices.length > 1 ? "devices" : "device"} ${program.name}`;
-  return make("button", { type: "button", class: "link", onclick: () => select(number, place, { reveal: true }) }, words);
+  return linkTo(`${facts.ops[program.opAt(place)].label} on ${program.title}`, () => select(number, place, { reveal: true }));
 }
 
 // A directive as a way to its place in the strategy and its line of source.
 function directiveLink(number) {
   const said = facts.strategy[number];
-  if (!said) return `directive #${number}`;
-  return make(
-    "button",
-    {
-      type: "button",
-      class: "link",
-      onclick: () => change({ pinned: number }),
-    },
-    said.title,
-  );
+  return said ? linkTo(said.title, () => change({ pinned: number })) : `directive #${number}`;
 }

@@ -2,7 +2,7 @@
 
 // The rows: the planned step of each program, then the measured step of each of its devices.
 const deviceRows = facts.programs.flatMap((program, number) => [
-  { number, device: null, name: `${program.devices.length > 1 ? "devices" : "device"} ${program.name}`, kind: hasMeasured ? "planned" : "" },
+  { number, device: null, name: program.title, kind: hasMeasured ? "planned" : "" },
   ...program.devices.filter((device) => measuredOf(device)).map((device) => ({ number, device, name: `device ${device}`, kind: "measured" })),
 ]);
 
@@ -85,13 +85,7 @@ function devicesView() {
     const y = top(index);
     const scale = ((scene.right - scene.left) / timeRange.span) * factor(row);
     scene.clipped(() => {
-      context.fillStyle = paper().idle;
-      context.strokeStyle = paper().line;
-      context.lineWidth = 1;
-      context.beginPath();
-      context.roundRect(scene.x(0) + 0.5, y - 0.5, Math.max(1, (row.device === null ? facts.step : measuredEnd) * scale - 1), tall + thin + 2, 3);
-      context.fill();
-      context.stroke();
+      strip(context, scene.x(0) + 0.5, y - 0.5, Math.max(1, (row.device === null ? facts.step : measuredEnd) * scale - 1), tall + thin + 2);
       drawComputing(scene, row, y, scale);
       context.globalAlpha = dims() ? 0.3 : 1;
       drawTalk(scene, row, talk, y + tall + 1, scale, paper().faint);
@@ -101,15 +95,12 @@ function devicesView() {
     });
     if (count > 48 && index % 4) return;
     const two = tall > 20;
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    setFont(context, two ? 12 : 10.5);
-    context.fillStyle = row.number === currentProgram() ? paper().text : paper().faint;
-    context.fillText(shortened(context, row.name, left - 14), left - 10, y + (two ? 9 : (tall + thin) / 2));
+    const size = two ? 12 : 10.5;
+    setFont(context, size);
+    const colour = row.number === currentProgram() ? paper().text : paper().faint;
+    write(context, shortened(context, row.name, left - 14), left - 10, y + (two ? 9 : (tall + thin) / 2), { size, align: "right", colour });
     if (!two) return;
-    setFont(context, 10.5);
-    context.fillStyle = paper().faint;
-    context.fillText([row.kind, `${showShare(idle)} idle`].filter(Boolean).join(", "), left - 10, y + 23);
+    write(context, [row.kind, `${showShare(idle)} idle`].filter(Boolean).join(", "), left - 10, y + 23, { size: 10.5, align: "right", colour: paper().faint });
   }
 
   function drawComputing(scene, row, y, scale) {
@@ -256,8 +247,7 @@ function devicesView() {
 }
 
 function devicesLegend() {
-  const entry = (kind, text) => make("span", {}, make("i", { class: kind }), text);
-  const entries = [entry("talk", "communication, hidden behind computing"), entry("exposed", "communication that no computing hides"), entry("level", "communication of the selection")];
+  const entries = [legendEntry("talk", "communication, hidden behind computing"), legendEntry("exposed", "communication that no computing hides"), legendEntry("level", "communication of the selection")];
   byId("devices-legend").replaceChildren(...(facts.comms.length ? entries : []));
   byId("compared").textContent = facts.compared;
   byId("compared").hidden = !facts.compared;

@@ -83,3 +83,12 @@ function make(tag, attributes = {}, ...children) {
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
+
+// A button that looks like a link.
+function linkTo(text, onclick) {
+  return make("button", { type: "button", class: "link", onclick }, text);
+}
+
+function legendEntry(kind, text) {
+  return make("span", {}, make("i", { class: kind }), text);
+}

@@ -48,6 +48,15 @@ function setFont(context, size, weight = 400) {
   context.font = `${weight} ${size}px ${FONT}`;
 }
 
+// Text at a point, which is the end or the middle of its line.
+function write(context, text, x, y, { size = 12, weight = 400, align = "center", baseline = "middle", colour = paper().text } = {}) {
+  setFont(context, size, weight);
+  context.textAlign = align;
+  context.textBaseline = baseline;
+  context.fillStyle = colour;
+  context.fillText(text, x, y);
+}
+
 // A box with round corners, hatched where its colour alone would not tell what it stands for.
 function box(context, x, y, width, height, colour) {
   context.fillStyle = colour.fill;
@@ -90,6 +99,26 @@ function hatching(context, hatched) {
   return hatchings.get(key);
 }
 
+// The strip that the bars of a row lie on.
+function strip(context, x, y, width, height, round = 3) {
+  context.fillStyle = paper().idle;
+  context.strokeStyle = paper().line;
+  context.lineWidth = 1;
+  context.beginPath();
+  context.roundRect(x, y, width, height, round);
+  context.fill();
+  context.stroke();
+}
+
+// Straight lines from point to point.
+function line(context, colour, width, ...points) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.beginPath();
+  for (const [x, y] of points) context.lineTo(x, y);
+  context.stroke();
+}
+
 function outline(context, x, y, width, height, colour, thick = 2) {
   context.strokeStyle = colour;
   context.lineWidth = thick;
@@ -102,25 +131,29 @@ function outline(context, x, y, width, height, colour, thick = 2) {
 function drawAxis(scene, bottom, show) {
   const { context, range } = scene;
   const step = niceStep(range.span, scene.right - scene.left, 80);
-  setFont(context, 11);
-  context.textAlign = "center";
-  context.textBaseline = "top";
   const first = Math.ceil(range.low / step);
   for (let i = first; i * step <= range.high + step * 1e-6; i += 1) {
     const at = i * step; // not a running sum, which would drift
     const x = Math.round(scene.x(at)) + 0.5;
-    context.strokeStyle = paper().line;
     context.globalAlpha = 0.6;
-    context.lineWidth = 1;
-    context.beginPath();
-    context.moveTo(x, 0);
-    context.lineTo(x, bottom + 4);
-    context.stroke();
+    line(context, paper().line, 1, [x, 0], [x, bottom + 4]);
     context.globalAlpha = 1;
-    context.fillStyle = paper().faint;
     const text = show(at, step, range.high);
+    setFont(context, 11);
     const half = context.measureText(text).width / 2;
-    context.fillText(text, Math.max(scene.left + half, Math.min(x, scene.right - half)), bottom + 8);
+    const middle = Math.max(scene.left + half, Math.min(x, scene.right - half));
+    write(context, text, middle, bottom + 8, { size: 11, align: "center", baseline: "top", colour: paper().faint });
+  }
+}
+
+// Values at the left of a chart, and a line through each.
+function drawScale({ context, left, right }, values, y, show) {
+  for (const value of values) {
+    const at = Math.round(y(value)) + 0.5;
+    context.globalAlpha = 0.6;
+    line(context, paper().line, 1, [left, at], [right, at]);
+    context.globalAlpha = 1;
+    write(context, show(value), left - 10, at, { size: 11, align: "right", colour: paper().faint });
   }
 }
 

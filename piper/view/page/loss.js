@@ -16,39 +16,19 @@ function lossView() {
   byId("loss-section").hidden = false;
   byId("loss-caption").textContent = `${show(loss[0])} in step ${step[0]}, ${show(loss[loss.length - 1])} in step ${step[step.length - 1]}`;
 
-  function drawScale({ context, left: from, right }) {
-    setFont(context, 11);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const value of lines) {
-      const at = Math.round(y(value)) + 0.5;
-      context.strokeStyle = paper().line;
-      context.globalAlpha = 0.6;
-      context.beginPath();
-      context.moveTo(from, at);
-      context.lineTo(right, at);
-      context.stroke();
-      context.globalAlpha = 1;
-      context.fillStyle = paper().faint;
-      context.fillText(show(value), from - 10, at);
-    }
-  }
-
   function drawCurve(scene) {
     const { context } = scene;
     const first = firstAfter(step, range.low);
     let last = first;
     while (last < step.length - 1 && step[last] < range.high) last += 1;
-    context.strokeStyle = context.fillStyle = accent();
-    context.lineWidth = 1.75;
+    const points = step.slice(first, last + 1).map((at, i) => [scene.x(at), y(loss[first + i])]);
     context.lineJoin = "round";
-    context.beginPath();
-    for (let i = first; i <= last; i += 1) context.lineTo(scene.x(step[i]), y(loss[i]));
-    context.stroke();
-    if (last - first > 60) return; // dots would be all there is to see
-    for (let i = first; i <= last; i += 1) {
+    line(context, accent(), 1.75, ...points);
+    if (points.length > 61) return; // dots would be all there is to see
+    context.fillStyle = accent();
+    for (const [px, py] of points) {
       context.beginPath();
-      context.arc(scene.x(step[i]), y(loss[i]), 2.5, 0, 7);
+      context.arc(px, py, 2.5, 0, 7);
       context.fill();
     }
   }
@@ -59,7 +39,7 @@ function lossView() {
     left,
     height: () => LOSS_CHART + 24,
     draw(scene) {
-      drawScale(scene);
+      drawScale(scene, lines, y, show);
       drawAxis(scene, LOSS_CHART, (at) => trim(at, 2));
       scene.clipped(() => drawCurve(scene));
     },
@@ -71,9 +51,6 @@ function lossView() {
     },
     tip: ({ i }) => [`loss ${Number(loss[i].toPrecision(6))}`, `step ${step[i]}`],
     choose() {}, // a step of training is no part of the plan
-    move(direction) {
-      const shift = { left: -0.1, right: 0.1, first: -Infinity, last: Infinity }[direction];
-      if (shift) range.pan(Math.max(-range.end, Math.min(range.end, shift * range.span)));
-    },
+    move: (direction) => range.go(direction),
   };
 }

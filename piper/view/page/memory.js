@@ -3,10 +3,9 @@
 const CHART = 190;
 
 function memoryLegend() {
-  const entry = (kind, text) => make("span", {}, make("i", { class: kind }), text);
-  const items = [entry("level", "this device, planned")];
-  if (hasMeasured) items.push(entry("dashes", "by the measured clock"));
-  if (facts.programs.length > 1) items.push(entry("hair", "other devices, planned"));
+  const items = [legendEntry("level", "this device, planned")];
+  if (hasMeasured) items.push(legendEntry("dashes", "by the measured clock"));
+  if (facts.programs.length > 1) items.push(legendEntry("hair", "other devices, planned"));
   byId("memory-legend").replaceChildren(...items);
 }
 
@@ -108,51 +107,25 @@ function memoryView() {
     context.arc(x, y(memory.peak), 4, 0, 7);
     context.fill();
     setFont(context, 12, 600);
-    context.fillStyle = paper().text;
     const text = `peak ${showBytes(memory.peak)}`;
     const before = x + 12 + context.measureText(text).width > scene.right;
-    context.textAlign = before ? "right" : "left";
-    context.textBaseline = "bottom";
-    context.fillText(text, before ? x - 8 : x + 8, y(memory.peak) - 2);
+    write(context, text, before ? x - 8 : x + 8, y(memory.peak) - 2, { weight: 600, align: before ? "right" : "left", baseline: "bottom" });
   }
 
   function drawCapacity(scene) {
     const { usable } = facts.programs[currentProgram()];
     if (!inScale(usable)) return;
     const { context } = scene;
-    context.strokeStyle = warm();
-    context.lineWidth = 1.5;
     context.setLineDash([2, 3]);
-    context.beginPath();
-    context.moveTo(scene.left, y(usable));
-    context.lineTo(scene.right, y(usable));
-    context.stroke();
+    line(context, warm(), 1.5, [scene.left, y(usable)], [scene.right, y(usable)]);
     context.setLineDash([]);
-    setFont(context, 11);
-    context.fillStyle = warm();
-    context.textAlign = "right";
-    context.textBaseline = "top";
-    context.fillText(`to use: ${showBytes(usable)}`, scene.right - 6, y(usable) + 3);
+    write(context, `to use: ${showBytes(usable)}`, scene.right - 6, y(usable) + 3, { size: 11, align: "right", baseline: "top", colour: warm() });
   }
 
-  function drawScale(scene) {
-    const { context } = scene;
-    const most = highest();
-    const unit = 2 ** Math.floor(Math.log2(most / 3));
-    setFont(context, 11);
-    for (let bytes = 0; bytes <= most * 1.06; bytes += unit) {
-      context.strokeStyle = paper().line;
-      context.globalAlpha = 0.6;
-      context.beginPath();
-      context.moveTo(scene.left, Math.round(y(bytes)) + 0.5);
-      context.lineTo(scene.right, Math.round(y(bytes)) + 0.5);
-      context.stroke();
-      context.globalAlpha = 1;
-      context.fillStyle = paper().faint;
-      context.textAlign = "right";
-      context.textBaseline = "middle";
-      context.fillText(bytes ? showBytes(bytes) : "0", left - 10, y(bytes));
-    }
+  // Round numbers of bytes up to the highest level.
+  function levels() {
+    const unit = 2 ** Math.floor(Math.log2(highest() / 3));
+    return Array.from({ length: Math.floor((highest() * 1.06) / unit) + 1 }, (_, i) => i * unit);
   }
 
   // The level of memory at a time.
@@ -165,7 +138,7 @@ function memoryView() {
     height: () => CHART + 24,
     draw(scene) {
       left = timeLeft();
-      drawScale(scene);
+      drawScale(scene, levels(), y, (bytes) => (bytes ? showBytes(bytes) : "0"));
       drawAxis(scene, CHART, showTick);
       scene.clipped(() => {
         drawChosen(scene);
@@ -189,11 +162,6 @@ function memoryView() {
       const program = facts.programs[currentProgram()];
       select(currentProgram(), program.memory.peakAt, { reveal: true });
     },
-    move(direction) {
-      const shift = { left: -0.1, right: 0.1 }[direction];
-      if (shift) timeRange.pan(shift * timeRange.span);
-      else if (direction === "first") timeRange.pan(-timeRange.end);
-      else if (direction === "last") timeRange.pan(timeRange.end);
-    },
+    move: (direction) => timeRange.go(direction),
   };
 }

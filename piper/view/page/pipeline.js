@@ -60,13 +60,7 @@ function pipelineView() {
     const height = rowHeight();
     const y = top(row);
     scene.clipped(() => {
-      context.fillStyle = paper().idle;
-      context.strokeStyle = paper().line;
-      context.lineWidth = 1;
-      context.beginPath();
-      context.roundRect(scene.x(0) + 0.5, y + 0.5, scene.x(end) - scene.x(0) - 1, height - 1, 3);
-      context.fill();
-      context.stroke();
+      strip(context, scene.x(0) + 0.5, y + 0.5, scene.x(end) - scene.x(0) - 1, height - 1);
       const scale = (scene.right - scene.left) / range.span;
       const unit = usual * scale; // pixels of a short cell
       const chosen = state.selected?.program === row ? cellOf(cells, state.selected.place) : -1;
@@ -86,11 +80,7 @@ function pipelineView() {
         for (const [low, high] of cells.pair[chosen] < 0 ? whole : cells.pieces[chosen]) outline(context, scene.x(low), y - 1, (high - low) * scale, height + 2, accent(), 3);
       }
     });
-    setFont(context, 12);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    context.fillStyle = row === currentProgram() ? paper().text : paper().faint;
-    context.fillText(names[row], left - 8, y + height / 2);
+    write(context, names[row], left - 8, y + height / 2, { align: "right", colour: row === currentProgram() ? paper().text : paper().faint });
   }
 
   function drawCell(scene, cells, i, y, height, inset, scale, dim) {
@@ -284,9 +274,9 @@ function pipelineLegend() {
     return make("span", {}, make("i", { style: `background:${background(colour)}` }), PHASES[phase]);
   });
   if (facts.pipeline.rows.some((row) => row.pair.some((pair) => pair >= 0))) {
-    items.push(make("span", {}, make("i", { class: "outline" }), "overlapped pair"));
+    items.push(legendEntry("outline", "overlapped pair"));
   }
-  items.push(make("span", {}, make("i", { class: "empty" }), "idle"), make("span", {}, "a colour per microbatch"));
+  items.push(legendEntry("empty", "idle"), make("span", {}, "a colour per microbatch"));
   host.replaceChildren(...items);
 }
 

@@ -36,6 +36,12 @@ class Range {
     this.set(this.low + distance, this.high + distance);
   }
 
+  // Pan by a tenth, or to an end.
+  go(direction) {
+    const shift = { left: -0.1 * this.span, right: 0.1 * this.span, first: -this.end, last: this.end }[direction];
+    if (shift) this.pan(shift);
+  }
+
   fit() {
     this.set(0, this.end);
   }

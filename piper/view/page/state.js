@@ -6,6 +6,7 @@ const byId = (id) => document.getElementById(id);
 // Each program's instructions point at shared tables; these read them by place.
 for (const program of facts.programs) {
   program.count = program.op.length;
+  program.title = `${program.devices.length > 1 ? "devices" : "device"} ${program.name}`;
   program.opAt = (place) => program.ops[program.op[place]];
   program.nodeAt = (place) => {
     const parts = program.indices[program.index[place]].split(",");

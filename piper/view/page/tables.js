@@ -6,7 +6,7 @@ function table(headings, rows) {
     const row = make("tr", go ? { class: "go" } : {});
     cells.forEach((cell, i) => {
       const kind = headings[i][1];
-      const content = go && i === 0 ? make("button", { type: "button", class: "link", onclick: go }, cell) : cell;
+      const content = go && i === 0 ? linkTo(cell, go) : cell;
       row.append(make("td", { class: kind ?? null }, content));
     });
     return row;

@@ -106,10 +106,7 @@ function timelineView() {
     setFont(context, 11);
     const text = choices.find((choice) => context.measureText(choice).width + 8 <= high - low);
     if (!text) return;
-    context.fillStyle = colour.text;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillText(text, (low + high) / 2, y + BAR / 2 + 0.5);
+    write(context, text, (low + high) / 2, y + BAR / 2 + 0.5, { size: 11, colour: colour.text });
   }
 
   function markDifference(context, place, x, y, width) {
@@ -123,18 +120,13 @@ function timelineView() {
   function drawShifts(scene, lane, y) {
     const { context } = scene;
     const scale = (scene.right - scene.left) / timeRange.span;
-    context.strokeStyle = paper().faint;
-    context.lineWidth = 1;
     for (const place of lane.places) {
       const [planned, length] = spanOf(place, false);
       const [start, took] = spanOf(place, true);
       if (Math.max(planned, start) < timeRange.low || Math.min(planned, start) > timeRange.high) continue;
       if (Math.min(length, took) * scale < 10) continue;
       context.globalAlpha = isSelected(currentProgram(), place) ? 1 : dimmed(currentProgram(), place) ? 0.08 : 0.35;
-      context.beginPath();
-      context.moveTo(scene.x(planned) + 1, y + BAR - 2);
-      context.lineTo(scene.x(start) + 1, y + BAR + 4);
-      context.stroke();
+      line(context, paper().faint, 1, [scene.x(planned) + 1, y + BAR - 2], [scene.x(start) + 1, y + BAR + 4]);
     }
     context.globalAlpha = 1;
   }
@@ -144,31 +136,19 @@ function timelineView() {
     const y = top(row);
     const measured = measuredOf(state.device) !== null;
     scene.clipped(() => {
-      context.fillStyle = paper().idle;
-      context.strokeStyle = paper().line;
-      context.lineWidth = 1;
-      context.beginPath();
-      context.roundRect(scene.left + 0.5, y - 1.5, scene.right - scene.left - 1, perLane() + 3, 4);
-      context.fill();
-      context.stroke();
+      strip(context, scene.left + 0.5, y - 1.5, scene.right - scene.left - 1, perLane() + 3, 4);
       drawBars(scene, lane, y, false);
       if (measured) {
         drawBars(scene, lane, y + BAR + 2, true);
         drawShifts(scene, lane, y);
       }
     });
-    setFont(context, 12);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    context.fillStyle = paper().text;
-    context.fillText(lane.name, left - 10, y + (measured ? BAR / 2 : perLane() / 2));
-    if (!measured) return;
-    setFont(context, 10.5);
-    context.fillStyle = paper().faint;
-    context.fillText("measured", left - 10, y + BAR * 1.5 + 2);
+    write(context, lane.name, left - 10, y + (measured ? BAR / 2 : perLane() / 2), { align: "right" });
+    if (measured) write(context, "measured", left - 10, y + BAR * 1.5 + 2, { size: 10.5, align: "right", colour: paper().faint });
   }
 
   const view = {
+    ...ofInstructions(lanes),
     name: "Streams of a device",
     range: timeRange,
     left: () => left,
@@ -193,24 +173,22 @@ function timelineView() {
       }
       return best === null ? null : { place: best };
     },
-    tip({ place }) {
-      return tipOf(currentProgram(), place);
-    },
-    point(hit) {
-      hover(currentProgram(), hit ? hit.place : null);
-    },
-    choose({ place }) {
-      select(currentProgram(), place, { reveal: true });
-    },
-    move(direction) {
-      moveAlong(lanes(), direction);
-    },
   };
   revealers.push((program, place) => {
     const [start, length] = spanOf(place, false);
     timeRange.show(start, start + length);
   });
   return view;
+}
+
+// What drawings do whose hits are instructions of the device in view.
+function ofInstructions(lanes) {
+  return {
+    tip: ({ place }) => tipOf(currentProgram(), place),
+    point: (hit) => hover(currentProgram(), hit ? hit.place : null),
+    choose: ({ place }) => select(currentProgram(), place, { reveal: true }),
+    move: (direction) => moveAlong(lanes(), direction),
+  };
 }
 
 // The names of devices, streams and memory take the same room, so that their axes agree.
@@ -265,14 +243,11 @@ function tipOf(number, place, device = state.device) {
 function timelineLegend() {
   const items = [
     make("span", {}, make("i", { style: `background:${paper().quiet}` }), "for the whole step"),
-    make("span", {}, make("i", { class: "wait" }), "waits for its peers"),
+    legendEntry("wait", "waits for its peers"),
   ];
   if (hasMeasured) {
-    items.push(
-      make("span", {}, make("i", { class: "late" }), `took over ${LONGER} times its planned share of the step`),
-      make("span", {}, make("i", { class: "early" }), `under ${SHORTER.toFixed(2)} times`),
-    );
+    items.push(legendEntry("late", `took over ${LONGER} times its planned share of the step`), legendEntry("early", `under ${SHORTER.toFixed(2)} times`));
   }
-  if (state.critical) items.push(make("span", {}, make("i", { class: "onpath" }), "on the critical path"));
+  if (state.critical) items.push(legendEntry("onpath", "on the critical path"));
   byId("timeline-legend").replaceChildren(...items);
 }
