@@ -5,17 +5,17 @@ const NODE_GAP = 34;
 const NODE_WIDTH = 72; // at first
 const FAR = 12; // columns: longer edges are faint
 
-const dagCache = new Map();
-
 // Where each node stands: its column is the length of the longest chain to it.
-function dagOf(number) {
-  if (dagCache.has(number)) return dagCache.get(number);
+const dagOf = once((number) => {
   const program = facts.programs[number];
   const column = new Array(program.count).fill(0);
-  const into = Array.from({ length: program.count }, () => []);
-  for (let i = 0; i < program.data.length; i += 2) into[program.data[i + 1]].push([program.data[i], 0, -1]);
-  for (let i = 0; i < program.temporal.length; i += 3) {
-    into[program.temporal[i + 1]].push([program.temporal[i], 1, program.temporal[i + 2]]);
+  const edges = []; // from, to, kind, directive
+  for (let i = 0; i < program.data.length; i += 2) edges.push([program.data[i], program.data[i + 1], 0, -1]);
+  for (let i = 0; i < program.temporal.length; i += 3) edges.push([program.temporal[i], program.temporal[i + 1], 1, program.temporal[i + 2]]);
+  const [into, out] = [1, 2].map(() => Array.from({ length: program.count }, () => []));
+  for (const [from, to, kind, by] of edges.sort((a, b) => a[1] - b[1])) {
+    into[to].push([from, kind, by]);
+    out[from].push([to, kind, by]);
   }
   const last = new Map();
   for (let place = 0; place < program.count; place += 1) {
@@ -26,19 +26,13 @@ function dagOf(number) {
     column[place] = depth;
     last.set(program.stream[place], place);
   }
-  const out = Array.from({ length: program.count }, () => []);
-  into.forEach((sources, place) => sources.forEach(([source, kind, by]) => out[source].push([place, kind, by])));
   bringLate(program, column, out);
-  const order = [...lanesOf(number)];
+  const lanes = lanesOf(number);
   const lane = new Array(program.count);
-  order.forEach((entry, row) => entry.places.forEach((place) => { lane[place] = row; }));
-  const edges = [];
-  into.forEach((sources, place) => sources.forEach(([source, kind]) => edges.push([source, place, kind])));
+  lanes.forEach((entry, row) => entry.places.forEach((place) => { lane[place] = row; }));
   edges.sort((a, b) => column[a[0]] - column[b[0]]);
-  const dag = { column, into, out, lane, lanes: order, edges, end: Math.max(0, ...column) + 1 };
-  dagCache.set(number, dag);
-  return dag;
-}
+  return { column, into, out, lane, lanes, edges, end: Math.max(0, ...column) + 1 };
+});
 
 // Move what needs nothing right before what needs it: its place says when it is used.
 function bringLate(program, column, out) {

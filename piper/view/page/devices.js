@@ -236,7 +236,7 @@ function devicesView() {
       const number = currentProgram();
       const lane = lanesOf(number).slice(0, 1);
       if (direction !== "up" && direction !== "down") return moveAlong(lane, direction);
-      const next = Math.max(0, Math.min(facts.programs.length - 1, number + (direction === "up" ? -1 : 1)));
+      const next = clamp(number + (direction === "up" ? -1 : 1), facts.programs.length - 1);
       const place = state.selected?.program === number ? state.selected.place : lane[0].places[0];
       const [other] = lanesOf(next);
       const at = Math.min(other.places.length - 1, firstAfter(other.planned, facts.programs[number].start[place] + 1));

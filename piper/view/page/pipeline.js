@@ -184,21 +184,9 @@ function pipelineView() {
       selectCell(row, now().rows[row].places[i]);
     },
     move(direction) {
-      const { rows } = now();
-      const chosen = state.selected ?? { program: currentProgram(), place: -1 };
-      let row = chosen.program;
-      const last = () => rows[row].places.length - 1;
-      let i = cellOf(rows[row], chosen.place);
-      if (state.selected === null || i < 0) i = direction === "last" ? last() : 0;
-      else if (direction === "left") i = Math.max(0, i - 1);
-      else if (direction === "right") i = Math.min(last(), i + 1);
-      else if (direction === "first") i = 0;
-      else if (direction === "last") i = last();
-      else {
-        const time = rows[row].start[i];
-        row = Math.max(0, Math.min(names.length - 1, row + (direction === "up" ? -1 : 1)));
-        i = Math.min(last(), firstAfter(rows[row].start, time + now().usual / 2));
-      }
+      const { rows, usual } = now();
+      const { program, place } = state.selected ?? { program: currentProgram(), place: -1 };
+      const [row, i] = neighbour(rows.map((cells) => cells.start), program, cellOf(rows[program], place), direction, usual / 2);
       if (rows[row].places.length) selectCell(row, rows[row].places[i]);
     },
   };

@@ -105,3 +105,27 @@ function dimmed(program, place) {
 function isSelected(program, place) {
   return state.selected !== null && state.selected.program === program && state.selected.places.includes(place);
 }
+
+// A function that computes its result for each argument once.
+function once(compute) {
+  const known = new Map();
+  return (key) => {
+    if (!known.has(key)) known.set(key, compute(key));
+    return known.get(key);
+  };
+}
+
+function clamp(value, most) {
+  return Math.max(0, Math.min(most, value));
+}
+
+// Where a key leads from the i-th entry of a row: along the row, or to what runs at the same time in the next one.
+// rows: when their entries start, in order. -1: from none.
+function neighbour(rows, row, i, direction, slack) {
+  if (i < 0) return [row, direction === "last" ? rows[row].length - 1 : 0];
+  if (direction === "up" || direction === "down") {
+    const next = clamp(row + (direction === "up" ? -1 : 1), rows.length - 1);
+    return [next, clamp(firstAfter(rows[next], rows[row][i] + slack), rows[next].length - 1)];
+  }
+  return [row, clamp({ left: i - 1, right: i + 1, first: 0, last: Infinity }[direction], rows[row].length - 1)];
+}

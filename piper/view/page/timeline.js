@@ -6,22 +6,17 @@ const LONGER = 1.5; // times as long as planned: marked
 const SHORTER = 1 / LONGER;
 
 // Instructions by stream, compute first, with the times of one clock.
-const lanesCache = new Map();
-
-function lanesOf(number) {
-  if (!lanesCache.has(number)) {
-    const program = facts.programs[number];
-    const order = program.streams.map((name, i) => i).sort((a, b) => (program.streams[b] === "compute") - (program.streams[a] === "compute"));
-    const lanes = order.map((stream) => ({ name: program.streams[stream], places: [], planned: [], measured: [] }));
-    for (let place = 0; place < program.count; place += 1) {
-      const lane = lanes[order.indexOf(program.stream[place])];
-      lane.places.push(place);
-      lane.planned.push(program.start[place]);
-    }
-    lanesCache.set(number, lanes);
+const lanesOf = once((number) => {
+  const program = facts.programs[number];
+  const order = program.streams.map((name, i) => i).sort((a, b) => (program.streams[b] === "compute") - (program.streams[a] === "compute"));
+  const lanes = order.map((stream) => ({ name: program.streams[stream], places: [], planned: [] }));
+  for (let place = 0; place < program.count; place += 1) {
+    const lane = lanes[order.indexOf(program.stream[place])];
+    lane.places.push(place);
+    lane.planned.push(program.start[place]);
   }
-  return lanesCache.get(number);
-}
+  return lanes;
+});
 
 const measuredOf = (device) => facts.measured[device] ?? null;
 const measuredEnd = Math.max(0, ...Object.values(facts.measured).map((run) => run.end));
@@ -202,18 +197,9 @@ function moveAlong(lanes, direction) {
   const number = currentProgram();
   const program = facts.programs[number];
   const place = state.selected && state.selected.program === number ? state.selected.place : null;
-  let row = place === null ? 0 : lanes.findIndex((lane) => lane.places.includes(place));
-  if (row < 0) return select(number, lanes[0].places[firstAfter(lanes[0].planned, program.start[place] + 1)], { reveal: true });
-  let at = place === null ? 0 : lanes[row].places.indexOf(place);
-  if (place !== null && direction === "left") at -= 1;
-  else if (place !== null && direction === "right") at += 1;
-  else if (direction === "first") at = 0;
-  else if (direction === "last") at = lanes[row].places.length - 1;
-  else if (place !== null) {
-    row = Math.max(0, Math.min(lanes.length - 1, row + (direction === "up" ? -1 : 1)));
-    at = firstAfter(lanes[row].planned, program.start[place] + 1);
-  }
-  at = Math.max(0, Math.min(lanes[row].places.length - 1, at));
+  const own = place === null ? 0 : lanes.findIndex((lane) => lane.places.includes(place));
+  if (own < 0) return select(number, lanes[0].places[firstAfter(lanes[0].planned, program.start[place] + 1)], { reveal: true });
+  const [row, at] = neighbour(lanes.map((lane) => lane.planned), own, lanes[own].places.indexOf(place), direction, 1);
   return select(number, lanes[row].places[at], { reveal: true });
 }
 
