@@ -74,6 +74,11 @@ class Plan:
         """Return the slots of buffers, by name."""
         return {slot.owner: held for slot, held in self.residents.items() if slot.kind == "buffer"}
 
+    @property
+    def signallers(self) -> dict[int, int]:
+        """Return the place of the instruction that signals each event."""
+        return {ins.signals: place for place, ins in enumerate(self.instrs) if ins.signals is not None}
+
     def around(self, position: int, reach: int = 3) -> str:
         """Return text of the instructions near a position, with an arrow at it."""
         low, high = max(0, position - reach), position + reach + 1

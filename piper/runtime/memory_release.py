@@ -55,7 +55,7 @@ class Releases:
         self.lane = self.clock.stream_of  # the stream of each place, by number
         self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
         self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
-        self.signalled: dict[int, int] = {}  # event -> place
+        self.signalled = plan.signallers
         self.sent: Counter[str | None] = Counter()  # values, by their pipe
 
     def handle(self, place: int, ins: Instr) -> Handling:
@@ -73,8 +73,6 @@ class Releases:
                 self.parked[maker].append(Parked(slot=slot, place=place, pipe=pipe, number=self.sent[pipe]))
         self.sent[pipe] += 1
         self.clock.issue(place)
-        if ins.signals is not None:
-            self.signalled[ins.signals] = place
         return found
 
     def _unpark(self, lane: int, ins: Instr, found: Handling) -> None:

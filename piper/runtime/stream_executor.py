@@ -85,7 +85,7 @@ class StreamExecutor:
     def _bind(self, bound: Sequence[Bound], index: Mapping[SlotId, int]) -> list[Step]:
         plan = self.plan
         handlings = releases(plan)
-        signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
+        signalled = plan.signallers
         awaited = {*signalled.values(), *(place for handling in handlings for place in handling.waits)}
         self.events = {place: self.module.Event() for place in sorted(awaited | before_waits(plan))}
         steps: list[Step] = []
@@ -250,7 +250,7 @@ def places_of_streams(plan: Plan, over: Collection[int], ended: Collection[str])
 
     over: the places whose events have come. ended: the streams that have run all of their instructions.
     """
-    signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
+    signalled = plan.signallers
     last = {plan.instrs[place].stream: place for place in sorted(over)}
     first: dict[str, int] = {}
     for place, ins in enumerate(plan.instrs):

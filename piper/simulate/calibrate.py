@@ -112,7 +112,7 @@ def add_times(
     their own kind.
     """
     last: dict[str, int] = {}
-    signalled: dict[int, int] = {}
+    signalled = plan.signallers
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
         communicates = ins.op in COMMUNICATION
         took = max(span.end - span.start if communicates or host is None else host[place], LEAST)
@@ -132,8 +132,6 @@ def add_times(
                 delays = samples.late.setdefault(ins.travels_as, [])
             delays.append(max(0.0, span.start - span.waited - max(before)))
         last[ins.stream] = place
-        if ins.signals is not None:
-            signalled[ins.signals] = place
 
 
 def check_same_model(one: Profile, other: Profile) -> None:

@@ -61,7 +61,7 @@ def weave_plan(graph: DependencyGraph, number: int, plan: Plan, group: Mapping[s
     graph.first.append(first)
     followers: list[list[int]] = [[] for _ in plan.instrs]
     last: dict[str, int] = {}  # by stream
-    signalled: dict[int, int] = {}  # by event
+    signalled = plan.signallers
     leader: dict[int, int] = {}  # by group: its first instruction
     for place, ins in enumerate(plan.instrs):
         before = [signalled[event] for event in ins.waits]
@@ -75,8 +75,6 @@ def weave_plan(graph: DependencyGraph, number: int, plan: Plan, group: Mapping[s
             followers[earlier].append(first + place)
         graph.waiting.append(len(before))
         last[ins.stream] = place
-        if ins.signals is not None:
-            signalled[ins.signals] = place
     graph.instrs += plan.instrs
     graph.program += [number] * len(plan.instrs)
     graph.followers += [tuple(after) for after in followers]
