@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from piper.losses import IGNORED, cross_entropy
 from piper.models.layers import rope
 
 Batch = Mapping[str, Tensor]
+TINY: Mapping[str, Any] = {"vocab": 64, "dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}  # for tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

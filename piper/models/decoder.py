@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.causal import TINY, CausalDecoder, Sizes, loss, token_loss
 from piper.models.layers import Attention, Block, SwiGLU
 
 __all__ = ["SHARDED_WEIGHTS", "Config", "Decoder", "loss", "token_loss"]
@@ -23,17 +23,7 @@ class Config(Sizes):
     @classmethod
     def tiny(cls, *, layers: int = 4, stages: int = 2, tied: bool = False) -> "Config":
         """Return a size for tests: a step takes milliseconds."""
-        return cls(
-            vocab=64,
-            dim=32,
-            layers=layers,
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            hidden=64,
-            stages=stages,
-            tied=tied,
-        )
+        return cls(**TINY, layers=layers, hidden=64, stages=stages, tied=tied)
 
     @classmethod
     def medium(cls, *, stages: int = 1) -> "Config":

@@ -1,11 +1,12 @@
 """A Qwen3-style mixture-of-experts decoder, annotated by pipeline stage and by expert region."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.causal import TINY, CausalDecoder, Sizes, loss, token_loss
 from piper.models.layers import Attention, Block, gated_experts
 
 __all__ = ["Config", "MoEDecoder", "SparseFeedForward", "loss", "token_loss"]
@@ -28,20 +29,9 @@ class Config(Sizes):
     @classmethod
     def tiny(cls, *, layers: int = 2, stages: int = 2, experts: int = 8, tied: bool = False) -> "Config":
         """Return a size for tests: a step takes milliseconds."""
-        return cls(
-            vocab=64,
-            dim=32,
-            layers=layers,
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            experts=experts,
-            top_k=2,
-            hidden=16,
-            stages=stages,
-            tied=tied,
-            init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
-        )
+        std = 0.2  # far from uniform, so that tests see uneven counts and empty experts
+        few: dict[str, Any] = {**TINY, "experts": experts, "top_k": 2, "hidden": 16, "init_std": std}
+        return cls(**few, layers=layers, stages=stages, tied=tied)
 
 
 class SparseFeedForward(nn.Module):
