@@ -18,18 +18,7 @@ from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, joined
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]  # the same everywhere
 HEADER = 16  # numbers that describe a tensor: its type, how many axes, and their lengths
 
 
