@@ -13,7 +13,7 @@ from torch import Tensor
 
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import Record, Spec, check_model, read_record, wanted_model
+from piper.checkpoint.metadata import Record, Spec, Trainer, check_model, read_record, wanted_model
 from piper.checkpoint.plain_state import PlainState
 from piper.checkpoint.save import Shapes
 from piper.checkpoint.storage import TensorRange, sync, write_parts
@@ -44,7 +44,7 @@ def write_version(
         written = [write_parts(partial, name, ranges) for name, ranges in parts.items()]
     record = replace(
         record_before,
-        trainer=replace(record_before.trainer, groups=with_options(record_before.trainer.groups, options)),
+        trainer=with_options(record_before.trainer, options),
         data=plain,
         model=model_of(program, unread),
     )
@@ -60,17 +60,18 @@ def copy_moved(
         for name in moved.files:
             copyfile(state / name, partial / name)
             sync(partial / name)
-    groups = with_options(moved.trainer.groups, options)
-    commit(target, replace(moved, trainer=replace(moved.trainer, groups=groups), data=plain))
+    commit(target, replace(moved, trainer=with_options(moved.trainer, options), data=plain))
 
 
-def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Plain:
-    """Return the groups of an optimizer, in which options are set."""
-    changed = cast("list[dict[str, object]]", decode(groups)) if groups is not None else []
+def with_options(trainer: Trainer, options: Iterable[tuple[int, str, float]]) -> Trainer:
+    """Return a trainer, in whose optimizer's groups options are set."""
+    if trainer.groups is None:
+        return trainer
+    changed = cast("list[dict[str, object]]", decode(trainer.groups))
     for group, key, value in options:
         before = changed[group][key]
         changed[group][key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
-    return encode(changed, "optimizer.param_groups") if changed else groups
+    return replace(trainer, groups=encode(changed, "optimizer.param_groups"))
 
 
 MOST = 2**30  # bytes of values that are held at a time

@@ -15,7 +15,7 @@ from typing import Self, cast
 
 from torch import Tensor
 
-from piper.callbacks import Callback, Running, named_callbacks
+from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
@@ -171,12 +171,12 @@ class Run(RunCalls):
         """
         self._check_finite(step, result)
         for callback in self._callbacks():
-            callback.on_step(cast(Running, self), step, result)
+            callback.on_step(self, step, result)
         asked, evaluated = self.program.job.evaluate, None
         if asked is not None and (step % asked.every == 0 or step == last):
             evaluated = self.evaluate()
             for callback in self._callbacks():
-                callback.on_evaluate(cast(Running, self), step, evaluated)
+                callback.on_evaluate(self, step, evaluated)
         if self.watch.between(self):
             self.stop()
         self._save_step(step, step == last or self.stopping)
@@ -198,7 +198,7 @@ class Run(RunCalls):
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop of your own too."""
         for callback in self._callbacks():
-            callback.on_end(cast(Running, self), step)
+            callback.on_end(self, step)
 
     def _callbacks(self) -> Iterator[Callback]:
         """Yield the callbacks that run in this process."""
@@ -237,7 +237,7 @@ class Run(RunCalls):
         try:
             self.save(path, wait=last, keep=wanted.keep)
             for callback in self._callbacks():
-                callback.on_save(cast(Running, self), step, path)
+                callback.on_save(self, step, path)
         except (UnwrittenError, UndroppedError) as error:
             if last and isinstance(error, UnwrittenError):
                 raise
@@ -289,7 +289,7 @@ class Run(RunCalls):
         for name, callback in named_callbacks(self.program.job.callbacks).items():
             if name in resumed.callbacks:
                 callback.load_state_dict(cast("Mapping[str, object]", resumed.callbacks[name]))
-                callback.on_load(cast(Running, self))
+                callback.on_load(self)
         self.complete()
         return resumed
 
