@@ -51,10 +51,11 @@ def offload(env: Env, ins: Instr) -> Bound:
 
 def fetch(env: Env, ins: Instr) -> Bound:
     """Bring values, or the state of a bucket, back from the host, into memory of the stream that reads it."""
-    if ins.reads[0].kind == "state":
-        return fetch_state(env, ins)
-    slots, device, memory = env.slots, env.setup.device, env.host_memory
     maker = env.makers[ins.writes[0]]
+    if ins.reads[0].kind == "state":
+        away = env.state.away[ins.reads[0].owner]
+        return writing(env, ins, lambda state: away.bring(allocator(env, maker)))
+    slots, device, memory = env.slots, env.setup.device, env.host_memory
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
     ending = {env.at(slot) for slot in ins.frees}
 
@@ -81,12 +82,6 @@ def fetch(env: Env, ins: Instr) -> Bound:
                 memory.give(buffer, device)
 
     return run
-
-
-def fetch_state(env: Env, ins: Instr) -> Bound:
-    """Bring the optimizer's state for a bucket to the device."""
-    away, maker = env.state.away[ins.reads[0].owner], env.makers[ins.writes[0]]
-    return writing(env, ins, lambda state: away.bring(allocator(env, maker)))
 
 
 def each_in(value: object, act: Callable[[object], object]) -> object:
