@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -19,13 +20,14 @@ from piper.checkpoint.metadata import Trainer, read_record
 from piper.compiler import Program, compile
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
-from piper.ir.format import count
+from piper.ir.format import count, size
 from piper.job import Job
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
 from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
+from piper.run.elastic import ElasticRecovery
 from piper.run.launch import PeakMemory, check_launcher, check_share, launch_single_rank, launcher, place_of
-from piper.run.recovery import recovering
+from piper.run.recovery import Recovery, recovering
 from piper.run.run import Run, Watch
 from piper.run.run_events import Disk, Event
 from piper.runtime.worker import Options
@@ -51,7 +53,7 @@ from piper.train.train_options import (
     check_profile,
     recovering_asked,
     reserve,
-    sessions_of,
+    sizes_of,
 )
 from piper.view.provenance import METRICS
 from piper.workers.results import Batch, EvaluationResult
@@ -196,7 +198,9 @@ def start(program: Program, folder: Path, asked: TrainOptions, events: EventLog,
         notify=events,
         disk=None if where is None else Disk(where, program.job),
         spares=asked.spares,
-        make=sessions_of(program),
+        make=Recovery
+        if program.job.elastic is None
+        else partial(ElasticRecovery, sizes=sizes_of(program, *program.job.elastic)),
     )
 
 
@@ -293,15 +297,10 @@ class RankSummary:
         lines = [
             f"{self.rank} of {self.devices}, on {self.on}: "
             f"{median(self.times) * 1e3:.1f} ms a step (median of {len(self.times)})",
-            f"  memory: {mib(self.peak.planned)} planned, "
-            f"{mib(self.peak.predicted)} with streams side by side",
+            f"  memory: {size(self.peak.planned)} planned, "
+            f"{size(self.peak.predicted)} with streams side by side",
         ]
         if self.peak.measured is not None:
             off = self.peak.measured / self.peak.predicted - 1
-            lines.append(f"  measured: {mib(self.peak.measured)} at the peak ({off:+.1%})")
+            lines.append(f"  measured: {size(self.peak.measured)} at the peak ({off:+.1%})")
         return "\n".join(lines) + "\n"
-
-
-def mib(nbytes: int) -> str:
-    """Format bytes in MiB."""
-    return f"{nbytes / 2**20:,.1f} MiB"

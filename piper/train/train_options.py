@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -10,9 +10,8 @@ from piper.capture.compile.cache import CACHE
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, ScheduleError
 from piper.job import directives_for
-from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.elastic import ElasticRange
 from piper.run.launch import On
-from piper.run.recovery import Recovery
 from piper.run.run import Run
 from piper.runtime.recorders import WARM
 from piper.train.interrupt import GRACE
@@ -85,13 +84,6 @@ def recovering_asked(asked: TrainOptions) -> bool:
 def reserve(asked: TrainOptions) -> float:
     """Return the seconds of the grace in which a version is written if the step does not end in time."""
     return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0
-
-
-def sessions_of(program: Program) -> Callable[..., Recovery]:
-    """Return the class of the sessions of a run."""
-    if program.job.elastic is None:
-        return Recovery
-    return partial(ElasticRecovery, sizes=sizes_of(program, *program.job.elastic))
 
 
 def sizes_of(program: Program, fewest: int, most: int) -> ElasticRange:
