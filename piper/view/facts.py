@@ -1,5 +1,6 @@
 """The data of the page, as one object of columns: small, and quick to read in a browser."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -55,6 +56,8 @@ class TickScale:
 def facts_of(subject: Subject) -> Columns:
     """Return all data of the page."""
     clock, nodes, origins = TickScale(subject), Table(), Table()
+    named = {ins.node for plan in subject.plans for ins in plan.instrs}
+    touched = Counter(chain(*(subject.origins.get(node, ()) for node in named)))  # nodes, by directive
     pipeline = of_plans(subject.plans, subject.tags, subject.title, subject.orderings)
     programs = [
         {
@@ -77,7 +80,7 @@ def facts_of(subject: Subject) -> Columns:
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
         "devices": subject.devices,
-        "strategy": to_json(subject.strategy),
+        "strategy": [{**to_json(one), "nodes": touched[i]} for i, one in enumerate(subject.strategy)],
         "losses": loss_facts(subject.losses),
         "source": subject.source,
         "sourceName": subject.source_name,

@@ -62,9 +62,8 @@ function links(number, edges, kind) {
   const program = facts.programs[number];
   const found = edges.filter(([, of]) => of === kind);
   const shown = found.slice(0, MOST_LINKS).map(([place, , by]) => {
-    const go = linkTo(program.nodeAt(place), () => select(number, place, { reveal: true }));
     const said = kind && by >= 0 && facts.strategy[by] ? ` (${facts.strategy[by].title})` : "";
-    return make("span", {}, go, said);
+    return make("span", {}, linkTo(program.nodeAt(place), () => select(number, place)), said);
   });
   if (found.length > MOST_LINKS) shown.push(`and ${found.length - MOST_LINKS} more`);
   return shown;
@@ -73,7 +72,7 @@ function links(number, edges, kind) {
 // The same communication on other devices.
 function peerLink(number, place) {
   const program = facts.programs[number];
-  return linkTo(`${facts.ops[program.opAt(place)].label} on ${program.title}`, () => select(number, place, { reveal: true }));
+  return linkTo(`${facts.ops[program.opAt(place)].label} on ${program.title}`, () => select(number, place));
 }
 
 // A directive as a way to its place in the strategy and its line of source.

@@ -230,7 +230,7 @@ function devicesView() {
       return [...tipOf(row.number, place, row.device), row.name];
     },
     choose({ row, place }) {
-      select(row.number, place, { reveal: true, device: row.device });
+      select(row.number, place, { device: row.device });
     },
     move(direction) {
       const number = currentProgram();
@@ -240,7 +240,7 @@ function devicesView() {
       const place = state.selected?.program === number ? state.selected.place : lane[0].places[0];
       const [other] = lanesOf(next);
       const at = Math.min(other.places.length - 1, firstAfter(other.planned, facts.programs[number].start[place] + 1));
-      return select(next, other.places[at], { reveal: true });
+      return select(next, other.places[at]);
     },
   };
   return view;

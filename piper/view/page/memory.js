@@ -160,7 +160,7 @@ function memoryView() {
     },
     choose() {
       const program = facts.programs[currentProgram()];
-      select(currentProgram(), program.memory.peakAt, { reveal: true });
+      select(currentProgram(), program.memory.peakAt);
     },
     move: (direction) => timeRange.go(direction),
   };

@@ -200,7 +200,7 @@ function pipelineView() {
 
 // Choose all that a cell stands for: a stage under TP, or with experts, is several instructions.
 function selectCell(row, places) {
-  select(row, places[0], { places, reveal: true });
+  select(row, places[0], { places });
 }
 
 // The cell that stands for an instruction; -1 for what is not computing.

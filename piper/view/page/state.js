@@ -59,16 +59,13 @@ function currentProgram() {
 }
 
 // Choose an instruction, or several of a cell, and the device that runs them.
-function select(program, place, options = {}) {
-  const places = options.places ?? [place];
+function select(program, place, { places = [place], device: of = null } = {}) {
   const update = { selected: { program, place, places }, pinned: null };
-  const device = options.device ?? (programOf.get(state.device) === program ? state.device : facts.programs[program].devices[0]);
+  const device = of ?? (programOf.get(state.device) === program ? state.device : facts.programs[program].devices[0]);
   if (device !== state.device) update.device = device;
   change(update);
   byId("live").textContent = places.length > 1 ? describedCell(program, place) : described(program, place);
-  if (options.reveal) {
-    for (const reveal of revealers) reveal(program, place);
-  }
+  for (const reveal of revealers) reveal(program, place);
 }
 
 // The directives that made the selection.

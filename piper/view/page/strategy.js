@@ -6,14 +6,13 @@ function fillStrategy() {
     byId("strategy-caption").textContent = "no directives: one device";
     return;
   }
-  const counts = touchedCounts();
   facts.strategy.forEach((said, number) => {
     const [verb, ...rest] = said.title.split(" ");
     const button = make(
       "button",
       { type: "button", "data-directive": number, "aria-pressed": "false", title: said.text },
       make("span", { class: "said" }, make("b", {}, verb), ` ${said.text.replace(/^at=/, "")}`),
-      make("span", { class: "where" }, `${rest.join(" ")} · ${plural(counts[number], "node")}`),
+      make("span", { class: "where" }, `${rest.join(" ")} · ${plural(said.nodes, "node")}`),
     );
     const light = () => change({ lit: number });
     const unlight = () => state.lit === number && change({ lit: null });
@@ -33,21 +32,6 @@ function fillStrategy() {
       button.setAttribute("aria-pressed", String(state.pinned === number));
     }
   });
-}
-
-// How many nodes each directive touched.
-function touchedCounts() {
-  const counts = facts.strategy.map(() => 0);
-  const seen = new Set();
-  for (const program of facts.programs) {
-    for (let place = 0; place < program.count; place += 1) {
-      const name = nodeKey(program, place);
-      if (seen.has(name)) continue;
-      seen.add(name);
-      for (const number of program.originAt(place)) counts[number] += 1;
-    }
-  }
-  return counts;
 }
 
 // Whether a directive is among those that made the selected node.

@@ -14,6 +14,11 @@ function table(headings, rows) {
   return make("table", {}, make("thead", {}, head), make("tbody", {}, ...body));
 }
 
+// A row about an instruction, which leads to it.
+function entry(number, place, ...cells) {
+  return { cells, go: () => select(number, place) };
+}
+
 function bar(share) {
   return make("span", { style: `width:${Math.max(1, 100 * share).toFixed(1)}%` });
 }
@@ -45,12 +50,12 @@ const REASONS = { first: "began the step", stream: "its stream was busy", event:
 
 function fillPath() {
   const total = new Map();
-  facts.path.forEach(([program, place]) => {
-    const entry = facts.programs[program];
-    const op = entry.opAt(place);
-    const kind = op === "compute" ? `compute, ${PHASES[entry.phase[place]]}` : facts.ops[op].label;
-    const sum = total.get(kind) ?? { time: 0, count: 0, first: [program, place] };
-    total.set(kind, { time: sum.time + entry.length[place], count: sum.count + 1, first: sum.first });
+  facts.path.forEach(([number, place]) => {
+    const program = facts.programs[number];
+    const op = program.opAt(place);
+    const kind = op === "compute" ? `compute, ${PHASES[program.phase[place]]}` : facts.ops[op].label;
+    const sum = total.get(kind) ?? { time: 0, count: 0, first: [number, place] };
+    total.set(kind, { time: sum.time + program.length[place], count: sum.count + 1, first: sum.first });
   });
   const rows = [...total.entries()].sort((a, b) => b[1].time - a[1].time);
   const most = Math.max(1, ...rows.map(([, sum]) => sum.time));
@@ -58,7 +63,7 @@ function fillPath() {
   byId("path").append(
     table(
       [["spent in"], ["instructions", "right"], ["time", "right"], ["", "bar"]],
-      rows.map(([kind, sum]) => ({ cells: [kind, String(sum.count), showTime(sum.time), bar(sum.time / most)], go: () => select(...sum.first, { reveal: true }) })),
+      rows.map(([kind, sum]) => entry(...sum.first, kind, String(sum.count), showTime(sum.time), bar(sum.time / most))),
     ),
     pathSteps(),
   );
@@ -70,12 +75,9 @@ function pathSteps() {
   const details = make("details", { class: "alternative" }, make("summary", {}, "Step by step"), host);
   whenOpen(host, () => table(
     [["node", "code"], ["devices", "right"], ["at", "right"], ["for", "right"], ["not earlier because"]],
-    facts.path.map(([program, place, reason]) => {
-      const entry = facts.programs[program];
-      return {
-        cells: [entry.nodeAt(place), entry.name, showTime(entry.start[place]), showTime(entry.length[place]), REASONS[reason]],
-        go: () => select(program, place, { reveal: true }),
-      };
+    facts.path.map(([number, place, reason]) => {
+      const program = facts.programs[number];
+      return entry(number, place, program.nodeAt(place), program.name, showTime(program.start[place]), showTime(program.length[place]), REASONS[reason]);
     }),
   ), []);
   return details;
@@ -103,23 +105,15 @@ function pipelineTable() {
 function instructionsTable() {
   const number = currentProgram();
   const program = facts.programs[number];
-  const rows = [];
-  for (let place = 0; place < program.count; place += 1) {
-    rows.push({
-      cells: [program.nodeAt(place), String(place), program.streamAt(place), facts.ops[program.opAt(place)].label, showTime(program.start[place]), showTime(program.length[place])],
-      go: () => select(number, place, { reveal: true }),
-    });
-  }
+  const rows = program.op.map((_, place) =>
+    entry(number, place, program.nodeAt(place), String(place), program.streamAt(place), facts.ops[program.opAt(place)].label, showTime(program.start[place]), showTime(program.length[place])));
   return table([["node", "code"], ["place", "right"], ["stream"], ["does"], ["at", "right"], ["for", "right"]], rows);
 }
 
 function edgesTable() {
   const number = currentProgram();
   const program = facts.programs[number];
-  const rows = dagOf(number).edges.slice(0, 3000).map(([from, to, kind]) => ({
-    cells: [program.nodeAt(from), program.nodeAt(to), kind ? "order" : "data"],
-    go: () => select(number, from, { reveal: true }),
-  }));
+  const rows = dagOf(number).edges.slice(0, 3000).map(([from, to, kind]) => entry(number, from, program.nodeAt(from), program.nodeAt(to), kind ? "order" : "data"));
   return table([["from", "code"], ["to", "code"], ["because of"]], rows);
 }
 
@@ -136,9 +130,7 @@ function differencesTable() {
     .slice(0, 8);
   return table(
     [["node", "code"], ["planned share", "right"], ["measured", "right"], ["difference", "right"]],
-    found.map(({ place, took, planned }) => ({
-      cells: [program.nodeAt(place), showTime(planned), showTime(took), `${took > planned ? "+" : "−"}${showTime(Math.abs(took - planned))}`],
-      go: () => select(number, place, { reveal: true }),
-    })),
+    found.map(({ place, took, planned }) =>
+      entry(number, place, program.nodeAt(place), showTime(planned), showTime(took), `${took > planned ? "+" : "−"}${showTime(Math.abs(took - planned))}`)),
   );
 }

@@ -181,7 +181,7 @@ function ofInstructions(lanes) {
   return {
     tip: ({ place }) => tipOf(currentProgram(), place),
     point: (hit) => hover(currentProgram(), hit ? hit.place : null),
-    choose: ({ place }) => select(currentProgram(), place, { reveal: true }),
+    choose: ({ place }) => select(currentProgram(), place),
     move: (direction) => moveAlong(lanes(), direction),
   };
 }
@@ -198,9 +198,9 @@ function moveAlong(lanes, direction) {
   const program = facts.programs[number];
   const place = state.selected && state.selected.program === number ? state.selected.place : null;
   const own = place === null ? 0 : lanes.findIndex((lane) => lane.places.includes(place));
-  if (own < 0) return select(number, lanes[0].places[firstAfter(lanes[0].planned, program.start[place] + 1)], { reveal: true });
+  if (own < 0) return select(number, lanes[0].places[firstAfter(lanes[0].planned, program.start[place] + 1)]);
   const [row, at] = neighbour(lanes.map((lane) => lane.planned), own, lanes[own].places.indexOf(place), direction, 1);
-  return select(number, lanes[row].places[at], { reveal: true });
+  return select(number, lanes[row].places[at]);
 }
 
 // How many times longer an instruction took than planned, on clocks made equally long.
