@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"callbacks", "directives", "errors", "ir", "process", "torch"},
     "recipe": {"errors", "job", "process"},
     "runtime": {"callbacks", "errors", "ir", "job", "plan", "process", "torch"},  # callbacks: a job has some
-    "check": {"directives", "errors", "ir", "job", "plan", "process", "runtime", "torch"},
+    "check": {"callbacks", "directives", "errors", "ir", "job", "plan", "process", "runtime", "torch"},
     "checkpoint": {"errors", "ir", "plan", "runtime", "torch", "version"},
     "data": {"errors", "process", "torch"},
     "workers": {

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from piper.callbacks import StepNumbers
 from piper.check.distance import differences, nan_in, relative
-from piper.check.localise import Checked, CheckedResult, Launch, first_difference
+from piper.check.localise import Checked, Launch, first_difference
 from piper.check.mixing import Reasons, reasons
 from piper.check.reference import Reference
 from piper.check.reference_groups import reference_of
@@ -287,7 +288,7 @@ class _Check:
         )
 
 
-def numbers_of(run: Checked, result: CheckedResult) -> ComparedNumbers:
+def numbers_of(run: Checked, result: StepNumbers) -> ComparedNumbers:
     """Return the numbers that a step of a run leaves."""
     return ComparedNumbers(
         loss=result.loss, grad_norm=result.grad_norm, gradients=run.gradients(), state=run.state_dict()

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from piper.callbacks import StepNumbers
 from piper.check.distance import distance
 from piper.check.reference import Reference
 from piper.check.slicing import Slice, take
@@ -26,19 +27,10 @@ from piper.runtime.worker import Options
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
 
 
-class CheckedResult(Protocol):
-    """The result of a step."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-
-
 class Checked(Protocol):
     """A running job whose numbers can be read."""
 
-    def step(self, batch: Mapping[str, Tensor]) -> CheckedResult: ...
+    def step(self, batch: Mapping[str, Tensor]) -> StepNumbers: ...
     def gradients(self) -> dict[str, Tensor]: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def trails(self) -> dict[int, dict[OutputKey, Tensor]]: ...

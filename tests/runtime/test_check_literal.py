@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from piper import Job, at, replicate
+from piper.callbacks import StepNumbers
 from piper.check.check import check
 from piper.check.distance import differences, distance, relative
-from piper.check.localise import Checked, CheckedResult
+from piper.check.localise import Checked
 from piper.compiler import Program, compile
 from piper.run.launch import launch_inline
 from piper.runtime.recorders import OutputKey
@@ -76,7 +77,7 @@ class Wrong:
     scale: float = 1.0  # of the gradients
     without: str = ""  # a gradient that is left out
 
-    def step(self, batch: Mapping[str, Tensor]) -> CheckedResult:
+    def step(self, batch: Mapping[str, Tensor]) -> StepNumbers:
         return self.run.step(batch)
 
     def gradients(self) -> dict[str, Tensor]:
