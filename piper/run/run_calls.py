@@ -9,6 +9,7 @@ from torch import Tensor
 
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
+from piper.ir.json_fields import from_json, to_json
 from piper.ir.numbers import is_number
 from piper.plan.expert_table import ExpertTable, fits
 from piper.run.sessions import Sessions, asking
@@ -114,14 +115,11 @@ class RunCalls:
 
     def expert_places(self) -> dict[str, list[list[list[int]]]]:
         """Return where experts are computed, by regions in which they were moved, for a checkpoint."""
-        tables = self.tables.items()
-        return {region: [[*map(list, t.experts)], [*map(list, t.shares)]] for region, t in tables}
+        return {region: [to_json(t.experts), to_json(t.shares)] for region, t in self.tables.items()}
 
     def restore_experts(self, places: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> None:
         """Compute experts where `expert_places` said, in regions that have as many devices as then."""
-        for region, (experts, shares) in places.items():
-            table = ExpertTable(experts=tuple(map(tuple, experts)), shares=tuple(map(tuple, shares)))
-            self.tables[region] = table
+        self.tables |= {region: from_json(ExpertTable, [*tables]) for region, tables in places.items()}
 
     def balance_experts(
         self, costs: Path | str = "h100", rows: Mapping[str, Sequence[int]] | None = None, least: float = 0.02

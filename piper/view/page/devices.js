@@ -18,13 +18,12 @@ function merged(intervals) {
   return found;
 }
 
-// What of sorted intervals lies outside others.
+// What of intervals lies outside others; neither overlap, and all are in order.
 function outside(intervals, busy) {
   const found = [];
   let next = 0;
   for (const [low, high] of intervals) {
-    while (next > 0 && busy[next - 1]?.[1] > low) next -= 1;
-    while (next < busy.length && busy[next][1] <= low) next += 1;
+    while (busy[next]?.[1] <= low) next += 1;
     let from = low;
     for (let i = next; i < busy.length && busy[i][0] < high; i += 1) {
       if (busy[i][0] > from) found.push([from, busy[i][0]]);
