@@ -136,11 +136,7 @@ function dagView() {
   }
 
   function nodeText(context, program, place, x, y, wide, colour) {
-    const microbatch = program.microbatchAt(place);
-    const word = caption(program, place);
-    setFont(context, 11);
-    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, microbatch ? `${word.split(" ")[0]} · ${microbatch}` : "", word.split(" ")[0]];
-    const text = choices.find((choice) => choice && context.measureText(choice).width + 6 <= wide) ?? shortened(context, choices[3], wide - 4);
+    const text = captionIn(context, program, place, wide - 6) ?? shortened(context, caption(program, place).split(" ")[0], wide - 4);
     write(context, text, x + wide / 2, y + NODE / 2 + 0.5, { size: 11, colour: colour.text });
   }
 

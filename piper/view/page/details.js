@@ -54,7 +54,8 @@ function describeOne(chosen, add) {
   if (program.comm[place] >= 0) add("moves", `${showBytes(program.nbytes[place])} over ${program.commNames[program.comm[place]]}`);
   const graph = dagOf(chosen.program);
   for (const [name, way, kind] of NEIGHBOURS) add(name, ...links(chosen.program, graph[way][place], kind));
-  add("meets", ...peersOf(chosen.program, place).slice(0, MOST_LINKS).map(([other, at]) => peerLink(other, at)));
+  const peers = peersOf(chosen.program, place).slice(0, MOST_LINKS); // the same communication on other devices
+  add("meets", ...peers.map(([number, at]) => linkTo(`${facts.ops[facts.programs[number].opAt(at)].label} on ${facts.programs[number].title}`, () => select(number, at))));
 }
 
 // Neighbours by one kind of edge, each a way to go there.
@@ -67,12 +68,6 @@ function links(number, edges, kind) {
   });
   if (found.length > MOST_LINKS) shown.push(`and ${found.length - MOST_LINKS} more`);
   return shown;
-}
-
-// The same communication on other devices.
-function peerLink(number, place) {
-  const program = facts.programs[number];
-  return linkTo(`${facts.ops[program.opAt(place)].label} on ${program.title}`, () => select(number, place));
 }
 
 // A directive as a way to its place in the strategy and its line of source.

@@ -50,6 +50,16 @@ function caption(program, place) {
   return op === "compute" ? program.args[program.arg[place]] : facts.ops[op].short;
 }
 
+// The longest text about an instruction that fits into its bar; null: none does.
+function captionIn(context, program, place, room) {
+  const microbatch = program.microbatchAt(place);
+  const word = caption(program, place);
+  const [first] = word.split(" ");
+  const choices = microbatch ? [`${word} · ${microbatch}`, word, `${first} · ${microbatch}`, first] : [word, first];
+  setFont(context, 11);
+  return choices.find((choice) => context.measureText(choice).width <= room) ?? null;
+}
+
 // An instruction in a sentence, for screen readers.
 function described(number, place) {
   const program = facts.programs[number];

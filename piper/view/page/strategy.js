@@ -28,16 +28,10 @@ function fillStrategy() {
     for (const button of host.querySelectorAll("button")) {
       const number = Number(button.dataset.directive);
       button.classList.toggle("pinned", state.pinned === number);
-      button.classList.toggle("lit", state.lit === number || selectionCame(number));
+      button.classList.toggle("lit", state.lit === number || (state.selected !== null && originsOf(state.selected).includes(number)));
       button.setAttribute("aria-pressed", String(state.pinned === number));
     }
   });
-}
-
-// Whether a directive is among those that made the selected node.
-function selectionCame(number) {
-  const chosen = state.selected;
-  return chosen !== null && originsOf(chosen).includes(number);
 }
 
 function fillSource() {

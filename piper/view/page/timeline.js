@@ -92,16 +92,10 @@ function timelineView() {
   }
 
   function barText(scene, program, place, x, y, width, colour) {
-    const { context } = scene;
     const low = Math.max(x, scene.left);
     const high = Math.min(x + width, scene.right);
-    const microbatch = program.microbatchAt(place);
-    const word = caption(program, place);
-    const choices = [microbatch ? `${word} · ${microbatch}` : word, word, word.split(" ")[0]];
-    setFont(context, 11);
-    const text = choices.find((choice) => context.measureText(choice).width + 8 <= high - low);
-    if (!text) return;
-    write(context, text, (low + high) / 2, y + BAR / 2 + 0.5, { size: 11, colour: colour.text });
+    const text = captionIn(scene.context, program, place, high - low - 8);
+    if (text) write(scene.context, text, (low + high) / 2, y + BAR / 2 + 0.5, { size: 11, colour: colour.text });
   }
 
   function markDifference(context, place, x, y, width) {
