@@ -17,7 +17,7 @@ from piper.capture.precision.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.process.files import write_output
 from piper.run.launch import launcher, machine_memory
-from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
+from piper.runtime.accelerator import accelerators, computing_on, device_kind, is_accelerator
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import MeasuredTimes, collect_times
 from piper.simulate.cluster import FP8, Cluster, Link
@@ -57,15 +57,11 @@ def batches() -> list[dict[str, Tensor]]:
 def measure() -> Cluster:
     """Measure this machine: its arithmetic and memory, and the links between two of its processes."""
     kind = device_kind(None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a worker has
-    try:
+    with computing_on(1):  # as a worker does
         flops = {name: arithmetic(kind, dtype) for name, dtype in TYPES.items()}
         if kind == "cuda" and torch.cuda.get_device_capability() >= CAPABLE:
             flops[FP8] = arithmetic(kind, torch.float8_e4m3fn)
         bandwidth = traffic(kind)
-    finally:
-        torch.set_num_threads(threads)
     latency, peak, gap = conversation()
     device = torch.get_device_module(kind).get_device_properties(0) if is_accelerator(kind) else None
     on_host = 1.0 if device is None else 0.0  # a process that sends or receives copies

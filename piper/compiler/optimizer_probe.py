@@ -6,8 +6,7 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -24,6 +23,7 @@ from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.bucket import Bucket
 from piper.process.usercode import named, said
+from piper.runtime.accelerator import computing_on
 from piper.runtime.trainers import (
     PARAMS,
     MakeOptimizer,
@@ -78,18 +78,7 @@ class Outcome:
     groups: list[list[object] | None]  # of each group the options, and then all else. None: it has no parts
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@one_thread()
+@computing_on(1)  # to begin and end many threads for each of many small tensors takes seconds
 def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket]) -> OptimizerFacts:
     """Step an optimizer on small parameters; refuse one that would train otherwise on the job's devices."""
     trained = [bucket for bucket in buckets if bucket.trainable]

@@ -6,7 +6,8 @@ asks here, or asks torch's module for the device: torch gives each kind of accel
 events, generators and counts of memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -112,6 +113,17 @@ def generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     drawing: torch.Generator = module(device).default_generators[device.index or 0]
     return drawing
+
+
+@contextmanager
+def computing_on(threads: int) -> Iterator[None]:
+    """Let a computation on the host use so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def wait_for_stream(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from piper.ir.dtypes import DTYPES
 from piper.job import Job
 from piper.plan.plan import Plan, Plans
 from piper.process.usercode import raised
-from piper.runtime.accelerator import KINDS, device_of, is_accelerator, module
+from piper.runtime.accelerator import KINDS, computing_on, device_of, is_accelerator, module
 
 Result = TypeVar("Result")
 log = logging.getLogger("piper")
@@ -96,17 +96,13 @@ class DrawnOn(TorchDispatchMode):
             staged[number % 2][: len(piece)].copy_(piece, non_blocking=True)
             events[number % 2].record()
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(min(CORES, len(os.sched_getaffinity(0))))
-        try:
+        with computing_on(min(CORES, len(os.sched_getaffinity(0)))):
             send(0)
             for number, (_, place) in enumerate(pieces):
                 if number + 1 < len(pieces):
                     send(number + 1)
                 events[number % 2].synchronize()
                 place.copy_(staged[number % 2][: len(place)])
-        finally:
-            torch.set_num_threads(threads)
         return target
 
 

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from piper.runtime.accelerator import is_accelerator
+from piper.runtime.accelerator import computing_on, is_accelerator
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
@@ -38,11 +38,10 @@ class InlineWorkerGroup(WorkerGroup):
         self.workers: dict[int, Worker] = {}
         self.answers: dict[int, WorkerAnswers] = {}
         self.threads = ThreadPoolExecutor(len(self.devices), "device")
-        self.threads_before: int | None = None  # of a computation; None: as they were
+        self.computing = ExitStack()  # on as many threads as the options say, until it is closed
 
     def start(self) -> dict[str, Tensor]:
-        self.threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.options.threads)  # for each thread that begins to compute from now on
+        self.computing.enter_context(computing_on(self.options.threads))
         program, options, setup = self.program, self.options, setup_of(self.program)
         if is_accelerator(setup.device) and len(self.devices) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
@@ -91,9 +90,7 @@ class InlineWorkerGroup(WorkerGroup):
             worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
 
     def close(self) -> None:
-        if self.threads_before is not None:
-            torch.set_num_threads(self.threads_before)
-            self.threads_before = None
+        self.computing.close()
         for _, world in self.worlds:
             world.stop()
         self.threads.shutdown()

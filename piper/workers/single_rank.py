@@ -1,6 +1,7 @@
 """The worker of one device of a job, with real kernels and memory, on a network that is only timed."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from time import perf_counter
 
 import torch
@@ -11,7 +12,7 @@ from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.plan.ops import COMMUNICATION
-from piper.runtime.accelerator import KINDS, is_accelerator, module
+from piper.runtime.accelerator import KINDS, computing_on, is_accelerator, module
 from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, arriving, occupied, totalled
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
@@ -37,8 +38,8 @@ class SingleRankGroup(WorkerGroup):
         )
         self.engine = CopyEngine(self.setup.device) if is_accelerator(self.setup.device) else None
         self.seconds: list[float] = []  # of each step
-        self.threads_before = torch.get_num_threads()
-        torch.set_num_threads(options.threads)
+        self.computing = ExitStack()
+        self.computing.enter_context(computing_on(options.threads))
         kernels = {**KERNELS, "recv": arriving, "total": totalled}
         for op in COMMUNICATION:
             kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
@@ -74,7 +75,7 @@ class SingleRankGroup(WorkerGroup):
 
     def close(self) -> None:
         self.worker.close()
-        torch.set_num_threads(self.threads_before)
+        self.computing.close()
 
 
 def single_rank_error(what: str) -> LaunchError:
