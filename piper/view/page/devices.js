@@ -6,13 +6,13 @@ const deviceRows = facts.programs.flatMap((program, number) => [
   ...program.devices.filter((device) => measuredOf(device)).map((device) => ({ number, device, name: `device ${device}`, kind: "measured" })),
 ]);
 
-// Intervals in order of time; those that touch are one.
-function merged(intervals) {
+// When instructions run by a clock, in order of time; those that are no farther apart than some ticks are one.
+function spansOf(clock, places, apart) {
   const found = [];
-  for (const [low, high] of intervals.sort((a, b) => a[0] - b[0])) {
-    if (high <= low) continue;
+  for (const place of [...places].sort((a, b) => clock.start[a] - clock.start[b])) {
+    const [low, high] = [clock.start[place], clock.start[place] + clock.length[place]];
     const last = found[found.length - 1];
-    if (last && low <= last[1]) last[1] = Math.max(last[1], high);
+    if (last && low <= last[1] + apart) last[1] = Math.max(last[1], high);
     else found.push([low, high]);
   }
   return found;
@@ -46,11 +46,10 @@ function workOf(row) {
     if (facts.ops[program.opAt(place)].computes) computing.push(place);
     else if (program.comm[place] >= 0) moving.push(place);
   }
-  const spans = (places) => merged(places.map((place) => [clock.start[place], clock.start[place] + clock.length[place]]));
   const byStart = (a, b) => clock.start[a] - clock.start[b];
   computing.sort(byStart);
-  const busy = spans(computing);
-  const talk = spans(moving);
+  const busy = spansOf(clock, computing, 0);
+  const talk = spansOf(clock, moving, 0);
   const whole = row.device === null ? facts.step : measuredEnd;
   const idle = 1 - busy.reduce((sum, [low, high]) => sum + high - low, 0) / Math.max(1, whole);
   row.work = { clock, computing, moving: moving.sort(byStart), talk, exposed: outside(talk, busy), idle, runs: runsOf(program, clock, computing) };

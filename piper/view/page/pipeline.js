@@ -8,15 +8,7 @@ const GRID_GAP = 7;
 function timedGrid() {
   const rows = facts.pipeline.rows.map((cells, number) => {
     const program = facts.programs[number];
-    const pieces = cells.places.map((places) => {
-      const found = [];
-      for (const place of [...places].sort((a, b) => program.start[a] - program.start[b])) {
-        const [low, high] = [program.start[place], program.start[place] + program.length[place]];
-        if (found.length && low - found[found.length - 1][1] < 2) found[found.length - 1][1] = Math.max(high, found[found.length - 1][1]);
-        else found.push([low, high]);
-      }
-      return found;
-    });
+    const pieces = cells.places.map((places) => spansOf(program, places, 1));
     const order = pieces.map((_, i) => i).sort((a, b) => pieces[a][0][0] - pieces[b][0][0]);
     const sorted = Object.fromEntries(["phase", "stage", "microbatch", "pair", "places"].map((name) => [name, order.map((i) => cells[name][i])]));
     const spans = order.map((i) => pieces[i]);
