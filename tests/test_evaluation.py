@@ -216,9 +216,10 @@ def test_no_batch_is_an_error(run: piper.Run) -> None:
     with pytest.raises(ConfigError) as error:
         run.evaluate([{"x": torch.zeros(4, 6), "y": torch.zeros(3)}])
     assert str(error.value) == (
-        "evaluate: a batch to evaluate on is a dict of tensors with the same number of samples\n"
-        "  got:  x 4, y 3\n"
-        '  hint: give {"tokens": tokens, "labels": labels}, each with one row for each sample'
+        "evaluate: the fields of a batch disagree on the number of samples\n"
+        "  x:    4 samples\n"
+        "  y:    3 samples\n"
+        "  hint: the first axis of every field is the samples"
     )
 
 

@@ -189,7 +189,7 @@ def test_a_result_without_a_row_for_each_sample_is_refused() -> None:
                 run.predict(rows(8, 0), cast(Forward, forward))
             assert error.value.what == "a prediction is not a tensor with a row for each sample"
             assert error.value.facts["got"] == got
-        with pytest.raises(ConfigError, match="the same number of samples"):
+        with pytest.raises(ConfigError, match="predict: a batch is not a dict of tensors"):
             run.predict({}, logits_of)
         assert len(run.predict(rows(3, 0), logits_of)) == 3
 

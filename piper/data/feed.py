@@ -64,7 +64,7 @@ def take(batches: Iterator[Given], step: int, make: Make) -> Given | None:
     with naming(make, f"the batch of step {step}"):
         batch = next(batches, None)
     if batch is not None:
-        check_fields(batch, step, make)
+        check_fields(batch, named("data", make), f"the batch of step {step}")
     return batch
 
 
@@ -90,15 +90,15 @@ def _sources(data: object) -> set[int]:
     return identities
 
 
-def check_fields(batch: object, step: int, make: Make) -> None:
-    """Refuse a batch that is not a dict of tensors with the same number of samples each."""
-    by, at = named("data", make), f"the batch of step {step}"
+def check_fields(batch: object, by: str, at: str | None = None) -> None:
+    """Refuse a batch that is not a dict of tensors with the same number of samples each. at: which it is."""
+    place = {} if at is None else {"at": at}
     fields = batch if isinstance(batch, Mapping) else {}
     if not fields or not all(isinstance(v, Tensor) and v.dim() for v in fields.values()):
         raise ConfigError(
             "a batch is not a dict of tensors",
             by=by,
-            facts={"at": at, "got": describe(fields) if fields else type(batch).__name__},
+            facts={**place, "got": describe(fields) if fields else type(batch).__name__},
             hint='yield batches such as {"tokens": ..., "labels": ...}, whose first axis is the samples; '
             "leave texts and lists out",
         )
@@ -107,12 +107,12 @@ def check_fields(batch: object, step: int, make: Make) -> None:
         raise ConfigError(
             "the fields of a batch disagree on the number of samples",
             by=by,
-            facts={"at": at, **{name: f"{size} samples" for name, size in sizes.items()}},
+            facts={**place, **{name: f"{size} samples" for name, size in sizes.items()}},
             hint="the first axis of every field is the samples",
         )
     if not all(sizes.values()):
         raise ConfigError(
-            "a batch holds no samples", by=by, facts={"at": at}, hint="leave empty batches out of the data"
+            "a batch holds no samples", by=by, facts=place, hint="leave empty batches out of the data"
         )
 
 

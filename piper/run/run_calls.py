@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from piper.data.feed import one_epoch
+from piper.data.feed import check_fields, one_epoch
 from piper.errors import ConfigError
 from piper.ir.json_fields import from_json, to_json
 from piper.ir.numbers import is_number
@@ -43,7 +43,7 @@ class RunCalls:
                 raise ConfigError("there are no batches to evaluate on", by="evaluate", hint=hint)
             batches = one_epoch(job.evaluate.data, job.seed)
         for batch in batches:
-            check_samples(batch)
+            check_fields(batch, "evaluate")
             means = self._evaluate(batch, means)
         return means.result()
 
@@ -58,7 +58,7 @@ class RunCalls:
         It runs under the job's strategy, on one slice of the samples at a time. It is compiled once for each
         shape of batches: give the same function each time.
         """
-        check_samples(batch)
+        check_fields(batch, "predict")
         return self.sessions.call("predict", lambda: self.sessions.session.predict(batch, forward))
 
     @property
@@ -176,18 +176,3 @@ class OptimizerGroup(Mapping[str, object]):
 
     def __repr__(self) -> str:
         return repr(self.options)
-
-
-def check_samples(batch: object) -> None:
-    """Refuse a batch that is not a dict of tensors with the same number of samples, at least one."""
-    fields = batch if isinstance(batch, Mapping) else {}
-    rows = {name: isinstance(field, Tensor) and field.dim() > 0 for name, field in fields.items()}
-    sizes = {name: len(fields[name]) if has else 0 for name, has in rows.items()}
-    if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
-        got = ", ".join(f"{name} {size}" for name, size in sizes.items()) or type(batch).__name__
-        raise ConfigError(
-            "a batch to evaluate on is a dict of tensors with the same number of samples",
-            by="evaluate",
-            facts={"got": got},
-            hint='give {"tokens": tokens, "labels": labels}, each with one row for each sample',
-        )
