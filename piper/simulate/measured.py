@@ -136,19 +136,6 @@ def share_of(chunk: Chunk, half: Phase) -> float:
     return sum(parts) / len(parts) if parts else 0.0
 
 
-def check_model(costs: Measured, outline: CapturedModel) -> None:
-    """Refuse costs of another model."""
-    mine = fingerprint(outline)
-    if costs.model != mine:
-        raise ConfigError(
-            "these costs were measured on another model",
-            by=costs.source,
-            facts={"costs": f"model {costs.model}", "recipe": f"model {mine}"},
-            hint="profile this model: piper train RECIPE --profile 5 --out DIR, then "
-            "piper profile DIR --calibrate FILE",
-        )
-
-
 def write_costs(costs: Measured, path: Path) -> None:
     """Write costs to a file."""
     content = {"piper_costs": FORM, "piper": VERSION, **to_json(costs)}
@@ -226,8 +213,15 @@ class Prices:
 
     def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""
-        if self.measured is not None:
-            check_model(self.measured, outline)
+        costs = self.measured
+        if costs is not None and costs.model != (mine := fingerprint(outline)):
+            raise ConfigError(
+                "these costs were measured on another model",
+                by=costs.source,
+                facts={"costs": f"model {costs.model}", "recipe": f"model {mine}"},
+                hint="profile this model: piper train RECIPE --profile 5 --out DIR, then "
+                "piper profile DIR --calibrate FILE",
+            )
 
 
 def prices_of(cluster: str | Path | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:

@@ -17,7 +17,7 @@ from piper.simulate.measured import (
     NOTHING,
     Line,
     Measured,
-    check_model,
+    Prices,
     line_through,
     read_costs,
     two_features,
@@ -199,9 +199,10 @@ def test_a_file_without_costs(tmp_path: Path, text: str, why: str) -> None:
 
 def test_costs_of_another_model() -> None:
     costs = replace(calibrated(), source="costs.json")
-    check_model(costs, chain(4))
+    prices = Prices(costs=costs, name=costs.source, measured=costs)
+    prices.check(chain(4))
     with pytest.raises(ConfigError) as caught:
-        check_model(costs, chain(3))
+        prices.check(chain(3))
     assert str(caught.value) == (
         "costs.json: these costs were measured on another model\n"
         f"  costs:  model {fingerprint(chain(4))}\n"
