@@ -70,7 +70,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """What some steps have made of parts, and of what the optimizer keeps. Values are those inside of it."""
 
     moved: list[Tensor]  # how far, by part
@@ -194,20 +194,20 @@ def stepped(trial: Trial, parts: Parts, seed: int = 0) -> tuple[Optimizer, list[
     return optimizer, tensors
 
 
-def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> Outcome:
+def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> TrialOutcome:
     """Return what the steps of a trial make of some parts. Of torch's own, what moves shows all."""
     optimizer, tensors = stepped(trial, parts, seed)
     starts = [part.of(trial.start[part.name]) for part in parts]
     moved = [tensor.detach() - start for tensor, start in zip(tensors, starts, strict=True)]
     if is_ours(optimizer):
-        return Outcome(moved=moved, states=[[] for _ in parts], groups=[])
+        return TrialOutcome(moved=moved, states=[[] for _ in parts], groups=[])
     groups = [
         tree_leaves({k: v for k, v in group.items() if k not in PARAMS}) if group["params"] else None
         for group in optimizer.param_groups
     ]
     own = [value for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
     own += [value for value in vars(optimizer).values() if isinstance(value, float | Tensor)]
-    return Outcome(
+    return TrialOutcome(
         moved=moved,
         states=[tree_leaves(optimizer.state.get(tensor, {})) for tensor in tensors],
         groups=[*groups, tree_leaves(own)],
@@ -241,7 +241,7 @@ def kept_alike(got: Sequence[object], wanted: Sequence[object]) -> bool:
     return len(got) == len(wanted) and all(close(*two) for two in pairs)
 
 
-def difference(trial: Trial, parts: Parts, expected: Outcome) -> str | None:
+def difference(trial: Trial, parts: Parts, expected: TrialOutcome) -> str | None:
     """Return why an optimizer does not move parts as in the whole model. None: it does."""
     moved = dict(zip(trial.start, expected.moved, strict=True))
     states = dict(zip(trial.start, expected.states, strict=True))
