@@ -715,7 +715,8 @@ error: scheduler (net.py:<scheduler_raises>): scheduler() failed
 """,
     "net.py:scheduler_none": """
 error: scheduler (net.py:<scheduler_none>): scheduler() returned NoneType, not a scheduler
-  hint: return one: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)
+  missing: step, state_dict, load_state_dict
+  hint:    return one: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)
 """,
     "net.py:scheduler_plateau": """
 error: scheduler (net.py:<scheduler_plateau>): ReduceLROnPlateau cannot be used: its step() needs a metric
