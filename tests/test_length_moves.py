@@ -29,6 +29,7 @@ from piper.runtime.worker import Options
 from piper.workers.blame import Watcher
 from piper.workers.inline import InlineWorkerGroup
 from piper.workers.local import LocalWorkerGroup
+from tests.checkpoint.test_optimizers_inside import Container, Joined
 from tests.optimizers import Cooling, Recent, by_values
 from tests.runtime.grid import adafactor, muon
 from tests.test_length_strategies import DEVICES, compare, context, job, replicas, rows
@@ -103,7 +104,7 @@ def test_what_an_optimizer_keeps_for_no_parameter_moves_too() -> None:
     compare(piper.compile(job(batches(1), strategy=MOST, optimizer=Cooling)), batches(6))
 
 
-@pytest.mark.parametrize("make", [Recent, by_values])
+@pytest.mark.parametrize("make", [Recent, by_values, Joined, Container])
 def test_tensors_in_lists_and_groups_by_values_move_with_their_parameter(
     make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
 ) -> None:

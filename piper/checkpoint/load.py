@@ -22,6 +22,7 @@ from piper.checkpoint.storage import CheckpointReader, StorageError, TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, whole_sizes
 from piper.plan.bucket import Bucket
+from piper.runtime.optimizer_states import SETTINGS, optimizers_in, states_of
 from piper.runtime.trainers import telling
 from piper.runtime.worker import Worker
 
@@ -168,24 +169,41 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
 
     def adopt() -> None:
         worker.env.state.regroup(record.trainer.members)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {number: kept[p] for number, p in enumerate(parameters) if p in kept}
-        everything = {**state, **own.get("state", {})}
         name = type(optimizer).__name__
         with telling(f"{name}.load_state_dict() failed", worker.setup.optimizer, OWN_STATE):
-            optimizer.load_state_dict({**optimizer.state_dict(), **own, "state": everything})
+            load_states(optimizer, kept, own)
+            states = states_of(optimizer)
+            for parameter, values in kept.items():
+                for key, value in values.items():
+                    now = states[parameter][key]
+                    # torch casts to the parameter's type, and makes other containers than there were.
+                    if not isinstance(value, Tensor) or now.dtype != value.dtype:
+                        to = now.device if isinstance(now, Tensor) else parameter.device
+                        states[parameter][key] = tree_map_only(Tensor, partial(Tensor.to, device=to), value)
         set_options(optimizer, groups)
-        for number, parameter in enumerate(parameters):
-            for key, value in state.get(number, {}).items():
-                now = optimizer.state[parameter][key]
-                # torch casts to the parameter's type, and makes other containers than there were.
-                if not isinstance(value, Tensor) or now.dtype != value.dtype:
-                    to = now.device if isinstance(now, Tensor) else parameter.device
-                    optimizer.state[parameter][key] = tree_map_only(
-                        Tensor, partial(Tensor.to, device=to), value
-                    )
 
     return adopt
+
+
+def load_states(optimizer: Optimizer, kept: Mapping[Tensor, object], own: Mapping[str, Any]) -> None:
+    """Let an optimizer load what it and those inside keep. Objects that they share stay the same ones."""
+    several = optimizers_in(optimizer)
+    before = [{key: vars(each)[key] for key in SETTINGS if key in vars(each)} for each in several]
+    loaded: dict[Tensor, object] = {}
+    for each in several:
+        parameters = [p for group in each.param_groups for p in group["params"]]
+        state = {number: kept[p] for number, p in enumerate(parameters) if p in kept}
+        adds = own if each is optimizer else {}
+        each.load_state_dict({**each.state_dict(), **adds, "state": {**state, **adds.get("state", {})}})
+        loaded |= each.state
+    if len(several) > 1:
+        for each, objects in zip(several, before, strict=True):
+            for group, new in zip(objects.get("param_groups", ()), each.param_groups, strict=False):
+                group.update({**new, "params": group["params"]})
+            vars(each).update(objects)
+        states = states_of(optimizer)
+        for parameter, values in loaded.items():
+            states[parameter] = values
 
 
 def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:

@@ -26,6 +26,7 @@ from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 from piper.runtime.bucket_state import BucketState
 from piper.runtime.comm.base import Group
 from piper.runtime.device_state import DeviceState
+from piper.runtime.optimizer_states import states_of
 from piper.runtime.worker import Worker
 
 Kept = Mapping[str, Mapping[str, object]]  # by parameter and key: the type of a tensor that moves, or a value
@@ -130,10 +131,11 @@ class Movement:
         before, after = self.before.optimizer, self.after.optimizer
         if before is not None and after is not None:
             trained = {tensor for segments in self.entering.values() for tensor in segments.values()}
-            for tensor in trained & before.state.keys():  # of buckets that both layouts have
-                after.state[tensor] = before.state[tensor]
+            kept_before, kept_after = states_of(before), states_of(after)
+            for tensor in trained & kept_before.keys():  # of buckets that both layouts have
+                kept_after[tensor] = kept_before[tensor]
         if before is not None:
-            before.state.clear()
+            states_of(before).clear()
         trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
         self.after.regroup(trainer.members)
         if after is not None and trainer.groups is not None:
@@ -184,7 +186,7 @@ class Movement:
             source = target = None
             if leaves is not None:
                 assert self.before.optimizer is not None
-                given = cast(Tensor, flat_state(self.before.optimizer.state[leaves])[key])
+                given = cast(Tensor, flat_state(states_of(self.before.optimizer)[leaves])[key])
                 source = FlatPart(given.reshape(-1), self.begin(piece.before, piece.name))
             if enters is not None:
                 made = torch.empty(enters.shape, dtype=value, device=self.where)
@@ -193,12 +195,13 @@ class Movement:
             exchange.add(self.me, piece.owned, source, target)
         if enters is not None and kept:
             assert self.after.optimizer is not None
-            self.after.optimizer.state[enters] = nested_state(self.after.optimizer.state[enters])
+            states = states_of(self.after.optimizer)
+            states[enters] = nested_state(states[enters])
 
     def keep(self, tensor: Tensor, key: str, value: object) -> None:
         """Let the optimizer keep a value for what it trains."""
         assert self.after.optimizer is not None
-        self.after.optimizer.state[tensor][key] = value
+        states_of(self.after.optimizer)[tensor][key] = value
 
     def begin(self, bucket: Bucket, name: str) -> int:
         """Return where this device's trained part of a parameter begins in a bucket."""
@@ -220,7 +223,7 @@ class Movement:
     def kept_here(self) -> dict[str, dict[str, Plain]]:
         """Return what the optimizer keeps for parameters whose first elements this device trains."""
         kept: dict[str, dict[str, Plain]] = {}
-        states = {} if self.before.optimizer is None else self.before.optimizer.state
+        states = {} if self.before.optimizer is None else states_of(self.before.optimizer)
         for name, segments in self.leaving.items():
             bucket = self.before.holdings[name].bucket
             pieces = {piece.name: piece for piece in bucket.update.pieces}

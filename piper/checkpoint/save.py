@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, encode, flat_state, name_of
@@ -22,6 +23,7 @@ from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 from piper.runtime.bucket_layout import runs_of_slice
 from piper.runtime.device_state import DeviceState
+from piper.runtime.optimizer_states import SETTINGS, optimizers_in, states_of
 from piper.runtime.trainers import is_ours
 from piper.runtime.worker import Worker
 
@@ -134,7 +136,7 @@ def elementwise(own_runs: Sequence[FlatRuns], value: Tensor) -> bool:
 
 def single_numbers(state: DeviceState) -> set[str]:
     """Return what an optimizer keeps as one number for each parameter, though these have more elements."""
-    kept = {} if state.optimizer is None else state.optimizer.state
+    kept = {} if state.optimizer is None else states_of(state.optimizer)
     return {
         key
         for parameter, values in kept.items()
@@ -170,7 +172,7 @@ def states_here(
 ) -> Iterator[tuple[Bucket, Mapping[str, Mapping[str, object]]]]:
     """Yield what the optimizer keeps for buckets, and kept, in the first layout, for those frozen now."""
     home, holder = worker.env.state, worker.holder
-    states = {} if holder.optimizer is None else holder.optimizer.state
+    states = {} if holder.optimizer is None else states_of(holder.optimizer)
     for update in updates:
         if update.trainable:
             own = holder.segments.get(update.name, ())
@@ -200,13 +202,20 @@ def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | 
     )
 
 
+def inside(value: object) -> bool:
+    """Return whether a value of a `state_dict()` is that of one or several optimizers inside, saved apart."""
+    parts = tree_leaves(value, is_leaf=lambda each: isinstance(each, dict) and {*SETTINGS} <= each.keys())
+    return bool(parts) and all(isinstance(part, dict) for part in parts)
+
+
 def own_state(optimizer: Optimizer) -> dict[str, object]:
     """Return what an optimizer's `state_dict` has that belongs to no parameter. Empty: nothing."""
     if is_ours(optimizer):
         return {}
-    own = {
-        key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")
-    }
+    groups = [group for each in optimizers_in(optimizer) for group in each.param_groups]
+    known = {id(group) for group in groups} <= {id(group) for group in optimizer.param_groups}
+    added = ((key, value) for key, value in optimizer.state_dict().items() if key not in SETTINGS)
+    own = {key: value for key, value in added if not (known and inside(value))}
     named = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return own | ({"state": named} if named else {})
 

@@ -24,6 +24,7 @@ from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.bucket import Bucket
 from piper.process.usercode import named, said
 from piper.runtime.accelerator import computing_on
+from piper.runtime.optimizer_states import states_of
 from piper.runtime.trainers import (
     PARAMS,
     MakeOptimizer,
@@ -133,7 +134,7 @@ def facts_of(optimizer: Optimizer, count: int) -> OptimizerFacts:
     """Return what an optimizer is like that has stepped parameters of so many elements."""
     kept = sum(
         value.numel() * value.element_size()
-        for parameter, state in optimizer.state.items()
+        for parameter, state in states_of(optimizer).items()
         if isinstance(parameter, Tensor)  # else it belongs to none
         for value in tree_leaves(state)
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
@@ -205,11 +206,12 @@ def outcome_of(trial: Trial, parts: Parts, seed: int = 0) -> TrialOutcome:
         tree_leaves({k: v for k, v in group.items() if k not in PARAMS}) if group["params"] else None
         for group in optimizer.param_groups
     ]
-    own = [value for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
+    states = states_of(optimizer)
+    own = [value for key, value in states.items() if not isinstance(key, Tensor)]
     own += [value for value in vars(optimizer).values() if isinstance(value, float | Tensor)]
     return TrialOutcome(
         moved=moved,
-        states=[tree_leaves(optimizer.state.get(tensor, {})) for tensor in tensors],
+        states=[tree_leaves(states.get(tensor, {})) for tensor in tensors],
         groups=[*groups, tree_leaves(own)],
     )
 

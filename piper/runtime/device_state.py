@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
+from piper.runtime.optimizer_states import states_of
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import PARAMS, build_optimizer, hollow, hooked, is_ours
 
@@ -162,7 +163,7 @@ class DeviceState:
                     tensor.detach().zero_() if wanted else None
             if not wanted and self.optimizer is not None:
                 for _, trained in self.segments.get(name, ()):
-                    self.optimizer.state.pop(trained, None)
+                    states_of(self.optimizer).pop(trained, None)
 
     def options(self) -> list[tuple[bool, dict[str, object]]]:
         """Return of the optimizer's groups whether this device trains some of each, and the options."""
@@ -209,7 +210,7 @@ class DeviceState:
         """Return what the optimizer keeps for a bucket as one flat tensor, and which parameters have it."""
         found = torch.zeros_like(self.holdings[bucket].trained)
         places = dict(self.holdings[bucket].trains.segments(found))
-        state = {} if self.optimizer is None else self.optimizer.state
+        state = {} if self.optimizer is None else states_of(self.optimizer)
         names = []
         for piece, tensor in self.segments[bucket]:
             value = state.get(tensor, {}).get(key)
