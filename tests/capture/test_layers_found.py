@@ -105,6 +105,18 @@ def test_the_repeated_blocks_are_layers(model: Callable[[], nn.Module], paths: l
     assert layers(model()) == paths
 
 
+class Levels(nn.Module):
+    """Two lists of blocks in a list, as vision models that halve their images have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+
+
+def test_lists_in_a_list_are_no_blocks() -> None:
+    assert layers(Levels()) == ["levels.0.0", "levels.0.1", "levels.1.0", "levels.1.1"]
+
+
 def test_a_projection_in_front_of_the_blocks_is_no_block() -> None:
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
     assert layers(nn.Sequential(nn.Linear(2, 16), *blocks, nn.Linear(16, 2))) == ["1", "2"]

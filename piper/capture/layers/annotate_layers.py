@@ -10,7 +10,8 @@ from piper.errors import ConfigError
 from piper.ir.grouping import grouped
 
 TAG = "LAYER"
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LISTS = (nn.ModuleList, nn.ModuleDict)  # which are never called
+CONTAINERS = (*LISTS, nn.Sequential)
 SHARE = 1 / 4  # of the largest stack's parameters, or block's, from which on another one counts too
 
 
@@ -101,7 +102,8 @@ def _stack(path: str, container: nn.Module) -> Stack | None:
         name: sum(parameter.numel() / users[parameter] for parameter in child.parameters())
         for name, child in children.items()
     }
-    by_class = grouped((type(child), name) for name, child in children.items() if sizes[name])
+    called = [name for name, child in children.items() if sizes[name] and not isinstance(child, LISTS)]
+    by_class = grouped((type(children[name]), name) for name in called)
     repeated = {kind: names for kind, names in by_class.items() if len(names) > 1}
     if not repeated:
         return None
