@@ -21,7 +21,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-class States(dict[Any, Any]):
+class SeveralStates(dict[Any, Any]):
     """By parameter, what several optimizers keep. What is set here is set in each that has the parameter."""
 
     def __init__(self, several: Sequence[Optimizer]) -> None:
@@ -62,4 +62,4 @@ class States(dict[Any, Any]):
 def states_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return what an optimizer and those inside of it keep for each parameter, to read and write."""
     several = [each for each in optimizers_in(optimizer) if "state" in vars(each)]  # else it shows theirs
-    return States(several) if several not in ([], [optimizer]) else optimizer.state
+    return SeveralStates(several) if several not in ([], [optimizer]) else optimizer.state

@@ -198,7 +198,11 @@ def build_optimizer(
         optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
     if held and keeps_stand_ins(optimizer, names):
         optimizer = make_optimizer(make, held)
-        optimizer.param_groups[:] = groups
+        if len(groups) == len(optimizer.param_groups):
+            for made, group in zip(optimizer.param_groups, groups, strict=True):
+                made.update(group)  # the same object: an optimizer inside of it may have the group too
+        else:
+            optimizer.param_groups[:] = groups
     return optimizer
 
 

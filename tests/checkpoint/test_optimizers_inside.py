@@ -117,6 +117,39 @@ class Counts(Joined):
                 p.data.mul_(1 - 0.01 * steps)
 
 
+class OwnRate(Joined):
+    """Halves the rate of a group that its `param_groups` do not have, and saves it."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.muon = torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        self.muon.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "muon": self.muon.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = dict(state_dict)
+        self.muon.load_state_dict(state.pop("muon"))
+        super().load_state_dict(state)
+
+
+def test_options_of_an_optimizer_inside_are_loaded(tmp_path: Path) -> None:
+    losses, state = alone(OwnRate)
+    one = piper.compile(replace(job(OwnRate, 0), strategy=[]))
+    with piper.launch(one) as run:
+        found = [result.loss for result in run.train(3)]
+        run.save(tmp_path / "a")
+    with piper.launch(one, resume=tmp_path / "a") as run:
+        found += [result.loss for result in run.train()]
+        assert plain.largest_difference(state, run.state_dict()) < 1e-9
+    assert found == pytest.approx(losses, rel=1e-9)
+
+
 class CountsAlike(Counts):
     count = "step"
 
