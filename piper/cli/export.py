@@ -11,6 +11,7 @@ from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 
 FORMS = ("hf", "peft", "dcp", "torchtitan", "safetensors", "torch")
+LONG_NAMES = {"huggingface": "hf"}
 
 
 def export(
@@ -22,8 +23,9 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="hf: a model for from_pretrained. peft: only the adapter. With the optimizer's state: "
-            "dcp: a folder for dcp.load. torchtitan: one with its names. safetensors. torch: a file. "
+            help="hf or huggingface: a model for from_pretrained. peft: only the adapter. "
+            "With the optimizer's state: dcp: a folder for dcp.load. torchtitan: one with its names. "
+            "safetensors. torch: a file. "
             "Else hf for a model of transformers, and safetensors for any other.",
             metavar="|".join(FORMS),
         ),
@@ -52,6 +54,7 @@ def export(
     if to is not None:
         deprecated("--to", "--format", gone="0.2")
         form = to
+    form = LONG_NAMES.get(form or "", form)
     if form not in (None, *FORMS):
         raise ConfigError(
             f"there is no format {form!r}", by="--format", hint="--format is one of " + ", ".join(FORMS)

@@ -114,6 +114,13 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     tokens = torch.arange(16).view(4, 4)
     assert torch.equal(read(tokens).logits, plain(tokens).logits)
 
+    code, out, _ = shell(monkeypatch, capsys, "export run --format huggingface whole --json")
+    assert code == 0 and json.loads(out)["format"] == "hf"
+    names = ("config.json", "model.safetensors")
+    assert all(
+        (shell.folder / "whole" / n).read_bytes() == (shell.folder / "out" / n).read_bytes() for n in names
+    )
+
     code, out, _ = shell(monkeypatch, capsys, "import net.py:job out --out again --json")
     assert (code, json.loads(out)) == (
         0,
