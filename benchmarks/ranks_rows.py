@@ -1,6 +1,6 @@
 """The rows of `gpu_ranks`: whole jobs of four ranks, their models and batches, and each as a job of Piper."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -42,6 +42,7 @@ class Row:
     schedule: Schedule = ""
     capacity: float | None = None  # of blocks in which rows travel to experts
     graphs: bool = False  # ours issues a step as one graph
+    halves: bool = False  # ours sends the gradient of a stage's input before it computes those of its weights
     asked: float = 1.0  # of the peer's time at most
 
     @property
@@ -77,7 +78,22 @@ ROWS = {
             peer="parallelize_module with sequence parallelism",
             ours="TP, between=1, weight gradients beside collectives",
         ),
-        Row(name="1f1b", pp=4, schedule="1f1b", peer="Schedule1F1B", ours="one_f_one_b", asked=0.97),
+        Row(
+            name="1f1b",
+            pp=4,
+            schedule="1f1b",
+            halves=True,
+            peer="Schedule1F1B",
+            ours="one_f_one_b, backwards in halves",
+            asked=0.97,
+        ),
+        Row(
+            name="1f1b_whole",
+            pp=4,
+            schedule="1f1b",
+            peer="",
+            ours="one_f_one_b, backwards whole: beside 1f1b",
+        ),
         Row(
             name="interleaved",
             pp=4,
@@ -178,12 +194,16 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The model and the batch of a row: samples of a microbatch on one replica, and how many microbatches."""
+    """The model and the batch of a row: samples of a microbatch on one replica, and how many microbatches.
+
+    budget: the part of its activations that our first stage, which holds most, may save. None: all.
+    """
 
     model: Sizes
     length: int
     samples: int
     microbatches: int = 1
+    budget: float | None = None
 
     def rows(self, replicas: int) -> int:
         """Return the samples of a step."""
@@ -254,6 +274,7 @@ SIZES = {
                         "fsdp": (24, 1),
                         "tp4": (8, 1),
                         "1f1b": (8, 8),
+                        "1f1b_whole": (8, 8),
                         "interleaved": (8, 8),
                         "zbv": (8, 8),
                         "pp2_fsdp2": (12, 4),
@@ -287,10 +308,10 @@ SIZES = {
                         "ep4": (8, 1),
                         "ep4_blocks": (8, 1),
                         "ep4_graphs": (8, 1),
-                        "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
                     },
                 ),
+                "pp2_ep2": Shape(model=LARGE_MOE, length=1024, samples=4, microbatches=4, budget=0.2),
                 **shapes(
                     LARGE,
                     LARGE_MOE,
@@ -298,6 +319,7 @@ SIZES = {
                     {
                         "tp4": (4, 1),
                         "1f1b": (2, 8),
+                        "1f1b_whole": (2, 8),
                         "interleaved": (2, 8),
                         "zbv": (2, 8),
                         "pp2_tp2": (2, 4),
@@ -339,7 +361,7 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
-def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
+def strategy_of(row: Row, shape: Shape) -> list[piper.Directive]:
     """Return Piper's strategy of a row."""
     strategy: list[piper.Directive] = []
     for stage in range(row.stages):
@@ -356,11 +378,20 @@ def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
             strategy.append(piper.place(selected, devices))
         if row.ep > 1:
             strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices, capacity=row.capacity))
-    if microbatches > 1:
-        strategy.append(piper.split(piper.at(), parts=microbatches))
-    if row.tp > 1:  # in halves: while a collective brings gradients of inputs, those of weights are computed
-        strategy.append(piper.order([[piper.at(PASS="BI"), piper.at(PASS="BW")]]))
-    return [*strategy, *order_of(row, microbatches)]
+    if shape.budget is not None:
+        strategy.append(piper.remat(piper.at(PP=0), budget=shape.budget))
+    if shape.microbatches > 1:
+        strategy.append(piper.split(piper.at(), parts=shape.microbatches))
+    return [*strategy, *halves_of(row), *order_of(row, shape.microbatches)]
+
+
+def halves_of(row: Row) -> Iterator[piper.Directive]:
+    """Yield what runs backwards in halves: gradients of weights while those of inputs are on their way."""
+    if row.tp > 1:
+        yield piper.order([[piper.at(PASS="BI"), piper.at(PASS="BW")]])
+    elif row.halves:
+        for stage in range(1, row.stages):  # the first one sends no gradient
+            yield piper.order([[piper.at(PP=stage, PASS="BI"), piper.at(PP=stage, PASS="BW")]])
 
 
 def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
@@ -391,7 +422,7 @@ def job_of(row: Row, size: Size, optimizer: MakeOptimizer = adamw, by_layer: boo
         model=partial(model_of, replace(shape.model, stages=row.stages, by_layer=layered)),
         loss=decoder.token_loss,
         data=lambda: [batch],
-        strategy=strategy_of(row, shape.microbatches),
+        strategy=strategy_of(row, shape),
         optimizer=optimizer,
         precision=size.precision,
         seed=SEED,
