@@ -42,7 +42,7 @@ class Row:
     schedule: Schedule = ""
     capacity: float | None = None  # of blocks in which rows travel to experts
     graphs: bool = False  # ours issues a step as one graph
-    halves: bool = False  # ours sends the gradient of a stage's input before it computes those of its weights
+    halves: bool = False  # ours computes gradients of weights while those of inputs are on their way
     asked: float = 1.0  # of the peer's time at most
 
     @property
@@ -131,7 +131,14 @@ ROWS = {
             peer="Schedule1F1B + parallelize_module",
             ours="one_f_one_b, TP, between=1, weight gradients beside collectives",
         ),
-        Row(name="ep4", dp=4, ep=4, peer="DDP, experts by all_to_all_single", ours="zero=0, experts sharded"),
+        Row(
+            name="ep4",
+            dp=4,
+            ep=4,
+            halves=True,
+            peer="DDP, experts by all_to_all_single",
+            ours="zero=0, experts sharded, weight gradients beside exchanges",
+        ),
         # At first up to 1.64 even shares of the rows of a layer go to one rank, with random tokens.
         Row(
             name="ep4_blocks",
@@ -244,7 +251,11 @@ TINY_MOE = moe.Config(
 
 
 def shapes(
-    dense: Sizes, experts: Sizes, length: int, by_row: Mapping[str, tuple[int, int]]
+    dense: Sizes,
+    experts: Sizes,
+    length: int,
+    by_row: Mapping[str, tuple[int, int]],
+    budgets: Mapping[str, float] | None = None,
 ) -> dict[str, Shape]:
     """Return the shapes of rows with one dense model and one of experts: samples and microbatches of each."""
     return {
@@ -253,6 +264,7 @@ def shapes(
             length=length,
             samples=samples,
             microbatches=microbatches,
+            budget=(budgets or {}).get(name),
         )
         for name, (samples, microbatches) in by_row.items()
     }
@@ -308,10 +320,11 @@ SIZES = {
                         "ep4": (8, 1),
                         "ep4_blocks": (8, 1),
                         "ep4_graphs": (8, 1),
+                        "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
                     },
+                    {"pp2_fsdp2_reshard": 0.35, "pp2_ep2": 0.2},
                 ),
-                "pp2_ep2": Shape(model=LARGE_MOE, length=1024, samples=4, microbatches=4, budget=0.2),
                 **shapes(
                     LARGE,
                     LARGE_MOE,
@@ -324,6 +337,7 @@ SIZES = {
                         "zbv": (2, 8),
                         "pp2_tp2": (2, 4),
                     },
+                    {"pp2_tp2": 0.4},
                 ),
                 **shapes(LARGE, WIDE_MOE, 1024, WIDE),
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
@@ -387,7 +401,7 @@ def strategy_of(row: Row, shape: Shape) -> list[piper.Directive]:
 
 def halves_of(row: Row) -> Iterator[piper.Directive]:
     """Yield what runs backwards in halves: gradients of weights while those of inputs are on their way."""
-    if row.tp > 1:
+    if row.tp > 1 or (row.halves and row.stages == 1):
         yield piper.order([[piper.at(PASS="BI"), piper.at(PASS="BW")]])
     elif row.halves:
         for stage in range(1, row.stages):  # the first one sends no gradient
