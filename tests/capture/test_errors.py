@@ -239,9 +239,17 @@ def test_an_error_of_ours_passes_through() -> None:
     )
 
 
-def test_a_constructor_may_read_values() -> None:
+@pytest.mark.parametrize(
+    "width",
+    [
+        lambda: int(torch.full((), 16.0)),
+        lambda: len(torch.arange(32).div(2, rounding_mode="floor").unique()),  # as RegNet counts its stages
+    ],
+    ids=["a value", "a length"],
+)
+def test_a_constructor_may_read_values(width: Callable[[], int]) -> None:
     def model() -> nn.Module:
-        return nn.Linear(int(torch.full((), 16.0)), 4)
+        return nn.Linear(width(), 4)
 
     traced = trace(model, zoo.regression, zoo.vectors(2, 0), 2, "fp64")
     assert [(p.name, p.shape, p.dtype) for p in traced.outline.parameters] == [

@@ -4,7 +4,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from piper.capture.quirks.grouped_experts import choose_experts
 from piper.capture.quirks.output_recorders import install_recorders
@@ -24,7 +28,7 @@ def build_fake(
     device: torch.device,
 ) -> nn.Module:
     """Build the model with fake tensors, with its floating-point state in type `dtype`."""
-    # A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
+    # A constructor that reads values, as that of `orthogonal` does, or how many there are, gets real tensors.
     with quiet():
         shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
         try:
@@ -55,7 +59,7 @@ def _built(model_fn: Callable[[], nn.Module], mode: FakeTensorMode, device: torc
     try:
         with mode, device, converting_fakes(), reading_safetensors():
             return model_fn()
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         # The driver's random state stays as it is.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return model_fn()
