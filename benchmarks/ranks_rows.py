@@ -75,6 +75,7 @@ ROWS = {
         Row(
             name="tp4",
             tp=4,
+            halves=True,
             peer="parallelize_module with sequence parallelism",
             ours="TP, between=1, weight gradients beside collectives",
         ),
@@ -128,6 +129,7 @@ ROWS = {
             pp=2,
             tp=2,
             schedule="1f1b",
+            halves=True,
             peer="Schedule1F1B + parallelize_module",
             ours="one_f_one_b, TP, between=1, weight gradients beside collectives",
         ),
@@ -257,7 +259,7 @@ def shapes(
     by_row: Mapping[str, tuple[int, int]],
     budgets: Mapping[str, float] | None = None,
 ) -> dict[str, Shape]:
-    """Return the shapes of rows with one dense model and one of experts: samples and microbatches of each."""
+    """Return the shapes of rows with one dense model and one of experts: samples, microbatches, budgets."""
     return {
         name: Shape(
             model=experts if ROWS[name].ep > 1 else dense,
@@ -401,7 +403,7 @@ def strategy_of(row: Row, shape: Shape) -> list[piper.Directive]:
 
 def halves_of(row: Row) -> Iterator[piper.Directive]:
     """Yield what runs backwards in halves: gradients of weights while those of inputs are on their way."""
-    if row.tp > 1 or (row.halves and row.stages == 1):
+    if row.halves and (row.tp > 1 or row.ep > 1):  # collectives in every stage
         yield piper.order([[piper.at(PASS="BI"), piper.at(PASS="BW")]])
     elif row.halves:
         for stage in range(1, row.stages):  # the first one sends no gradient
