@@ -244,8 +244,9 @@ def test_an_error_of_ours_passes_through() -> None:
     [
         lambda: int(torch.full((), 16.0)),
         lambda: len(torch.arange(32).div(2, rounding_mode="floor").unique()),  # as RegNet counts its stages
+        lambda: int(torch.arange(17).numpy()[-1]),  # as Inkling hands costs to scipy
     ],
-    ids=["a value", "a length"],
+    ids=["a value", "a length", "an array"],
 )
 def test_a_constructor_may_read_values(width: Callable[[], int]) -> None:
     def model() -> nn.Module:
