@@ -3,6 +3,7 @@
 from inspect import cleandoc
 
 import pytest
+import torch
 from torch import nn
 
 import piper
@@ -148,3 +149,17 @@ def test_a_job_that_is_not_compiled_cannot_be_launched() -> None:
         "launch: Job is not a compiled program\n"
         "  hint: compile the job first: piper.launch(piper.compile(job))"
     )
+
+
+def test_a_loss_that_fails_on_a_slice_alone_names_the_slice() -> None:
+    """A batch norm raises on one sample, and not on the whole batch, which the hint says to try."""
+    broken = piper.Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [{"x": torch.ones(4, 4)}],
+        strategy=[replicate(at(), [0, 1]), split(at(), parts=2)],
+    )
+    with pytest.raises(piper.CaptureError) as raised:
+        piper.compile(broken)
+    assert raised.value.facts["slice"] == "1 of 4 samples, which is what a device computes at a time"
+    assert raised.value.facts["batch"] == "x (4, 4)"

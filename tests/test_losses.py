@@ -423,6 +423,51 @@ def test_a_mean_that_may_be_uneven_is_warned_of(
         )
 
 
+def contrastive(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    a, b = F.normalize(model(batch["x"]), dim=-1), F.normalize(batch["y"], dim=-1)
+    logits = a @ b.T
+    return F.cross_entropy(logits, torch.arange(len(a))) + F.cross_entropy(logits.T, torch.arange(len(a)))
+
+
+def distances(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    out = model(batch["x"])
+    loss: Tensor = torch.cdist(out, out).relu().mean()
+    return loss
+
+
+def two_views(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    both = torch.cat([model(batch["x"]), model(batch["y"])])
+    return (both[:, None] - both).square().sum(-1).exp().sum(), torch.tensor(float(len(both)))
+
+
+def of_features(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    out: Tensor = model(batch["x"])
+    return (out[:, :, None] * out[:, None, :]).mean(0).square().mean()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "warned"),
+    [(contrastive, "matmul"), (distances, "cdist"), (two_views, "sum"), (of_features, None)],
+)
+def test_a_loss_that_compares_samples_is_warned_of_where_the_batch_is_sliced(
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Any], warned: str | None, parts: int
+) -> None:
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    job = piper.Job(
+        model=lambda: nn.Linear(4, 4),
+        loss=loss,
+        data=lambda: [batch],
+        strategy=[piper.split(piper.at(), parts=parts)] if parts > 1 else [],
+    )
+    program = compile(job, device="cpu")
+    if warned is None or parts == 1:
+        assert program.warnings == ()
+    else:
+        (text,) = program.warnings
+        assert text.startswith(f"the loss compares samples with each other: {warned} (test_losses.py:")
+
+
 # Losses that are sums. Each has `out` [samples, 3, 5], and `y` [samples, 3] of classes.
 
 SUMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {

@@ -42,10 +42,15 @@ BY_ELEMENT = (  # each element is a draw of its own, so a draw can be put togeth
     aten.randn.default,
     aten.rand_like.default,
     aten.randn_like.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
     *IN_PLACE,
 )
 PACKAGE = Path(__file__).parents[1]
 OURS = (str(Path(torch.__file__).parent), str(PACKAGE / "check"), str(PACKAGE / "runtime"))
+BY_SAMPLE = "does not draw one row for each sample"
 ENOUGH = 64  # elements expected to vary in two draws that cannot be equal by chance
 SIGMAS = 6.0  # how far the share of dropped elements may be from its probability
 
@@ -162,7 +167,7 @@ class Replay:
             counts = self.kept.setdefault(keep, [0, 0])
             counts[0] += int(result.count_nonzero())
             counts[1] += result.numel()
-        if varied >= ENOUGH:
+        if varied >= ENOUGH and result.min() != result.max():  # of one integer all draws are equal
             digest = hashlib.blake2b(result.detach().double().cpu().numpy().tobytes()).digest()
             who = f"microbatch {dict(slice_.part)} of replica {slice_.replica}"
             first = self.seen.setdefault(where, {}).setdefault(digest, who)
@@ -217,7 +222,8 @@ class _Draws(TorchDispatchMode):
             axis = -1 if shape is None else self._axis(chunk, shape, left[0][1])
             if axis is not None:
                 if shape is None and len(self.slices[chunk]) > 1:
-                    raise ReplayError(f"{op} at {model_line()} draws inside a fused kernel")
+                    how = "draws inside a fused kernel" if "attention" in str(op) else BY_SAMPLE
+                    raise ReplayError(f"{op} at {model_line()} {how}")
                 place, _ = left.popleft()
                 return self._draw(op, args, kwargs, chunk, place, axis)
         self.replay.unmatched.append(f"plain PyTorch draws random numbers at {model_line()}, no chunk does")
@@ -245,7 +251,7 @@ class _Draws(TorchDispatchMode):
         if len(slices) == 1:
             return self._seeded(op, args, kwargs, chunk, place, slices[0])
         if axis < 0 or op not in BY_ELEMENT:
-            raise ReplayError(f"{op} at {model_line()} does not draw one row for each sample")
+            raise ReplayError(f"{op} at {model_line()} {BY_SAMPLE}")
         shape = drawn_shape(op, args)
         assert shape is not None
         results: list[Tensor] = []
@@ -296,7 +302,7 @@ def drawn_shape(op: Any, args: Sequence[Any]) -> Shape | None:  # noqa: ANN401
     """Return the shape of what a call draws; None if it draws inside a fused kernel."""
     if op not in BY_ELEMENT and not op._schema.name.startswith(("aten::rrelu", "aten::bernoulli")):
         return None
-    first = args[0]
+    first = next(each for each in args if isinstance(each, Tensor | list | tuple))  # after bounds of randint
     return tuple(first.shape) if isinstance(first, Tensor) else tuple(first)
 
 

@@ -25,7 +25,7 @@ from piper.compiler.slices import (
     likely_rows,
     requests_of,
     samples_of_group,
-    uneven_slices,
+    sliced_warnings,
 )
 from piper.data.feed import begin, call_data, reads_the_same, take
 from piper.directives import Directive, Order, Remat, ShardAxis, apply
@@ -256,7 +256,7 @@ def build(
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=() if trained is not None else (*uneven_slices(traced, work.graph, samples), *unheeded),
+        warnings=() if trained is not None else (*sliced_warnings(work.graph, samples, capturing), *unheeded),
         cache=capturing.cache,
     )
 

@@ -1,14 +1,13 @@
 """The samples that a chunk gets at a time, the code for each such slice, and what is sharded along axes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.recordings import Capturing
 from piper.capture.shard.axis_sharding import Request
-from piper.capture.trace.sliced_losses import may_be_sum, sums_over_samples
-from piper.capture.trace.trace import Traced
+from piper.capture.trace.sliced_losses import compared_samples, may_be_sum, may_compare, sums_over_samples
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Tags
@@ -97,15 +96,26 @@ def check_sums(graph: Graph, samples: int, capturing: Capturing) -> None:
         )
 
 
-def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
-    """Return a warning if the batch is sliced and the loss is a mean whose slices may weigh unevenly."""
-    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
-        return ()
-    return (
-        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
-        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
-        "see piper.losses",
-    )
+def sliced_warnings(graph: Graph, samples: int, capturing: Capturing) -> Iterator[str]:
+    """Warn if the batch is sliced, and the mean over slices may be another loss than that of the batch."""
+    rows = rows_of(graph, samples)[graph.outline.loss.chunk]
+    if rows == samples:
+        return
+    few = capturing.traced(rows)
+    if few.means:
+        yield (
+            f"the loss is a mean that divides by a number of the data: {', '.join(few.means)}. Replicas and "
+            "microbatches whose numbers differ then train on another loss than one device. Return (sum, "
+            "weight): see piper.losses"
+        )
+    if may_compare(few.recording, rows):
+        found = compared_samples(few.recording, rows, capturing.traced(samples).recording, samples)
+        if found:
+            yield (
+                f"the loss compares samples with each other: {', '.join(found)}. Replicas and microbatches "
+                "compare those of their own slice alone, which is another loss than that of one device. "
+                "Annotate the part that compares, and place it on one device, without microbatches"
+            )
 
 
 def requests_of(graph: Graph) -> list[Request]:

@@ -394,6 +394,19 @@ def test_a_tensor_that_is_no_buffer() -> None:
     )
 
 
+def test_a_parameter_that_the_loss_has() -> None:
+    class Weighted(nn.Linear):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            total: Tensor = super().forward(model(batch["x"])).mean()
+            return total
+
+    assert refusal(loss=Weighted(4, 1, bias=False)) == lines(
+        "model: the model uses a tensor that is neither a parameter nor a buffer",
+        "  tensor: L_self_loss_0_parameters_weight_",
+        "  hint:   make it a parameter of the model, which the loss gets: only those are trained",
+    )
+
+
 def test_a_buffer_that_is_replaced() -> None:
     def forward(self: Small, x: Tensor) -> Tensor:
         self.n = self.n + 1
@@ -427,7 +440,7 @@ def test_a_buffer_that_is_replaced_beside_parameters_that_are_put_back() -> None
 
 
 LEFT_BEHIND = "model or loss: the forward computes with what its last call left behind"
-IN_A_BUFFER = "  hint:    keep it in a buffer, and change that in place: self.steps.add_(1)"
+IN_A_BUFFER = "  hint:    keep it in a buffer of the model, and change that in place: self.steps.add_(1)"
 
 
 def test_a_number_that_counts_calls() -> None:

@@ -195,7 +195,7 @@ def test_state_that_the_next_call_computes_with(scale: Scale, changed: str) -> N
     assert str(raised.value) == (
         "model or loss: the forward computes with what its last call left behind\n"
         f"  changed: {changed}\n"
-        "  hint:    keep it in a buffer, and change that in place: self.steps.add_(1)"
+        "  hint:    keep it in a buffer of the model, and change that in place: self.steps.add_(1)"
     )
     assert (SEEN, SETTINGS, STEPS) == ([], {"temperature": 1.0}, 0), "a capture changes nothing"
 
@@ -228,3 +228,64 @@ def test_state_that_only_the_same_call_reads() -> None:
     made = Stateful(harmless)
     trace(lambda: made, loss, BATCH, 2)
     assert (SEEN, made.counts, list(made.recent)) == ([], {"steps": 0}, [1.0, 2.0])
+
+
+class Centre(nn.Module):
+    """A loss with a state of its own, which is no buffer of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre: Tensor
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        y = model(batch["x"])
+        self.centre.mul_(0.9).add_(y.detach().mean(0))
+        value: Tensor = (y - self.centre).square().mean()
+        return value
+
+
+class Schedule:
+    """Tables outside the model, which a loss brings to where the batch is, as the schedulers of diffusion do."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(4.0)
+
+    def moved(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.table = self.table.to(device=batch["x"].device)
+        value: Tensor = model(batch["x"] * self.table.to(batch["x"].dtype)).mean()
+        return value
+
+    def moved_and_scaled(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.table = self.table.to(batch["x"].device, copy=True)
+        self.table.mul_(0.5)
+        return self.moved(model, batch)
+
+    def cast(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        y = batch["x"] * self.table
+        self.table = self.table.to(torch.float64)
+        value: Tensor = model(y.float()).mean()
+        return value
+
+
+def test_a_tensor_outside_the_model_that_the_loss_changes_in_place() -> None:
+    centre = Centre()
+    with pytest.raises(CaptureError, match="computes with what its last call left behind") as raised:
+        trace(lambda: nn.Linear(4, 4), centre, BATCH, 2)
+    assert "  changed: a tensor that is no buffer of the model\n" in str(raised.value)
+    assert not centre.centre.any(), "a capture changes nothing"
+
+
+@pytest.mark.parametrize("loss", [Schedule().moved_and_scaled, Schedule().cast])
+def test_a_table_outside_the_model_that_the_loss_replaces(
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match=r"Schedule\.table \(a tensor\)"):
+        trace(lambda: nn.Linear(4, 4), loss, BATCH, 2)
+
+
+def test_a_table_outside_the_model_that_the_loss_moves_to_a_device() -> None:
+    schedule = Schedule()
+    table = schedule.table
+    trace(lambda: nn.Linear(4, 4), schedule.moved, BATCH, 2)
+    assert schedule.table is table

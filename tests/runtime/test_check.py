@@ -392,6 +392,40 @@ def test_an_uneven_mean_with_dropout_is_found() -> None:
     assert "divides by 3, 7, 11, 15 on the slices" in str(report.first_bad)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.randint(1000, (len(x),), device=x.device),
+        lambda x: torch.randint(3, 1000, (len(x), 16), device=x.device),
+        lambda x: torch.randint_like(x, 1000),
+        lambda x: torch.randint(1, (len(x), 64), device=x.device).sum(1),  # all draws are equal
+    ],
+    ids=["high", "low and high", "like", "of one number"],
+)
+def test_whole_numbers_are_replayed_on_the_whole_batch(draw: Callable[[Tensor], Tensor]) -> None:
+    """As the time steps of diffusion are drawn in its loss."""
+
+    def noised(model: nn.Module, batch: Batch) -> Tensor:
+        times = draw(batch["x"]).reshape(len(batch["x"]), -1).to(batch["x"].dtype)
+        noise = torch.randn_like(batch["x"])
+        return F.mse_loss(model(batch["x"] + noise * (1 + times / 1000)), batch["y"])
+
+    report = checked(job(loss=noised, strategy=[*DP, *PARTS]))
+    assert report.ok, report
+    assert report.notes == ()
+    assert report.max_grad_diff < 1e-12
+
+
+def test_an_order_that_all_samples_share_is_compared_by_slice() -> None:
+    class Shuffled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, torch.randperm(16, device=x.device)]
+
+    report = checked(job(lambda: Layers(Shuffled), strategy=PARTS))
+    assert report.ok, report
+    assert "does not draw one row for each sample" in report.notes[0]
+
+
 def test_a_draw_that_all_samples_share_is_compared_by_slice() -> None:
     class Shared(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _changes(effects: Any) -> Iterator[Left]:  # noqa: ANN401
 def _plain(variable: Any, computed: set[int]) -> object:  # noqa: ANN401  variables of Dynamo
     """Return what a variable of Dynamo stands for, with fakes for tensors. Note those that are computed."""
     if variable.is_tensor():
-        node = variable.as_proxy().node
+        node = _unmoved(variable.as_proxy().node)
         argument = node.meta.get("grapharg")  # of a tensor that was there before the trace
         tensor = argument.example if argument else node.meta["example_value"].detach()
         computed.update([id(tensor)] if _computed(node) else [])
@@ -125,6 +125,14 @@ def _plain(variable: Any, computed: set[int]) -> object:  # noqa: ANN401  variab
         values = [_plain(item, computed) for item in items]
         return tuple(values) if issubclass(variable.python_type(), tuple) else values
     return getattr(variable, "value", None)
+
+
+def _unmoved(node: fx.Node) -> fx.Node:
+    """Return what `.to(device)` took, if a node is such a call: a plan moves what it reads by itself."""
+    value = node.meta["example_value"]
+    called = node.target in _CAST and not value._version  # written in place, it is no longer what was moved
+    source = node.all_input_nodes[0] if called else node
+    return _unmoved(source) if called and source.meta["example_value"].dtype == value.dtype else node
 
 
 def _computed(node: fx.Node) -> bool:

@@ -129,7 +129,14 @@ def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin:
                 by=f"{node.name}{node_line(node)}",
                 hint="compute a new tensor instead, or keep what changes in a buffer",
             )
-        case Batch() | Constant() if written is not owner:
+        case Constant():  # it is outside the model, so a plan has it as it was when it was traced
+            raise CaptureError(
+                "the forward computes with what its last call left behind",
+                by=f"{node.name}{node_line(node)}",
+                facts={"changed": "a tensor that is no buffer of the model"},
+                hint="keep it in a buffer of the model, and change that in place: self.steps.add_(1)",
+            )
+        case Batch() if written is not owner:
             raise CaptureError(
                 "the forward changes a part of an input in place",
                 by=f"{node.name}{node_line(node)}",

@@ -80,7 +80,7 @@ def left_behind(changes: Iterable[Left], step: nn.Module) -> CaptureError:
         "the forward computes with what its last call left behind",
         by="model or loss",
         facts={"changed": ", ".join(_described(left, step) for left in changes)},
-        hint="keep it in a buffer, and change that in place: self.steps.add_(1)",
+        hint="keep it in a buffer of the model, and change that in place: self.steps.add_(1)",
     )
 
 

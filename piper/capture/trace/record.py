@@ -257,7 +257,9 @@ class _GraphCopier:
             modules = self.captured.named_modules()
             held = ((path, name) for path, m in modules for name in vars(m) if vars(m)[name] is tensor)
             owner, name = next(held, ("", str(node.target)))
-            if owner:  # the class of which may not be the user's
+            if isinstance(tensor, nn.Parameter):  # one that the model registers is known
+                hint = "make it a parameter of the model, which the loss gets: only those are trained"
+            elif owner:  # the class of which may not be the user's
                 code = re.sub(r"\.(\d+)", r"[\1]", owner)  # model.layers.0 is no Python
                 register = f"{code}.register_buffer({name!r}, vars({code}).pop({name!r}), persistent=False)"
                 hint += f"; outside the class: {register}"

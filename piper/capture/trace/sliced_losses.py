@@ -9,6 +9,9 @@ does not grow with the batch; the mean over slices is only a part of it. `x.sum(
 divisor does grow. One recording cannot tell the two apart, so the loss is recorded for two sizes of batch,
 and what differs between them decides. Where an element of the sum may hold such a divisor itself (softmax
 over samples, a division by a count), nothing is said.
+
+A contrastive loss sets each sample against all others. A square matrix of them, whose sides both grow with
+the batch, shows it; a slice has only the pairs of its own samples.
 """
 
 import operator
@@ -125,6 +128,41 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
         if all(_adds_samples(both, factor) for factor in factors if factor in of_batch)
     ]
     return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in sums))
+
+
+def may_compare(recording: Recording, rows: int) -> bool:
+    """Return whether a loss is computed from a square matrix that may be of pairs of samples."""
+    return any(_squares(recording, rows))
+
+
+def compared_samples(few: Recording, rows: int, many: Recording, samples: int) -> tuple[str, ...]:
+    """Return each operation that first sets samples against each other, with its line."""
+    larger = {node.name: node for node in many.graph.nodes}
+    pairs = {
+        node: f"{name_of(node)}{node_line(node)}"
+        for node, side in _squares(few, rows)
+        if node.name in larger and _square(larger[node.name]) == side * samples // rows
+    }
+    return tuple(
+        dict.fromkeys(text for node, text in pairs.items() if pairs.keys().isdisjoint(node.all_input_nodes))
+    )
+
+
+def _squares(recording: Recording, rows: int) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the square matrices of which a loss depends on parameters, and their sides."""
+    needed = live(recording.graph, recording.results[:1])
+    for node in recording.graph.nodes:
+        if node in needed and (side := _square(node)) and side % rows == 0:
+            yield node, side
+
+
+def _square(node: fx.Node) -> int:
+    """Return the side of a square matrix that is trained through; 0: a node is none."""
+    matrix = value(node)
+    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or not matrix.requires_grad or _dynamic(matrix):
+        return 0
+    computed = node.op in ("call_function", "call_method")
+    return matrix.shape[0] if computed and matrix.shape[0] == matrix.shape[1] else 0
 
 
 def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:

@@ -19,6 +19,7 @@ from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.sliced_losses import uneven_means
+from piper.errors import LossError
 from piper.ir.chunk import CapturedModel
 from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.gc_pause import no_collection
@@ -62,7 +63,15 @@ def trace(
     check_hooks(model, loss_fn)
     if forward_only:
         model.eval().requires_grad_(False)
-    recording = record(model, loss_fn, fakes, forward_only=forward_only)
+    try:
+        recording = record(model, loss_fn, fakes, forward_only=forward_only)
+    except LossError as error:
+        samples = len(next(iter(batch.values())))
+        if rows == samples:
+            raise
+        # A batch norm that gets one sample raises, and the whole batch alone would not show it.
+        part = f"{rows} of {samples} samples, which is what a device computes at a time"
+        raise error.located(error.by, {"slice": part}) from error.__cause__
     means = uneven_means(recording, rows)
     mark_products(recording)
     outline, pieces = cut_model(recording)
