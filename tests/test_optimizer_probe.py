@@ -56,6 +56,18 @@ class Largest(Plain):
         return min(1.0, 50.0 / max(float(g.abs().max()) for g in gradients))
 
 
+class SlightDecay(Plain):
+    """Like AdamS: weight decay, less of it where gradients are large in all tensors together."""
+
+    def scale(self, gradients: list[Tensor]) -> float:
+        self.decay = [1e-7 / (1e-8 + float(torch.cat([g.reshape(-1) for g in gradients]).norm()))]
+        return 1.0
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return 1.0 + self.decay[0] * p
+
+
 class Lars(Plain):
     def direction(self, p: Tensor) -> Tensor:
         assert p.grad is not None
@@ -181,6 +193,7 @@ def test_elementwise_optimizers_pass_everywhere(name: str) -> None:
     [
         (GlobalNorm, {"turned": "", "pp": ACROSS, "zero1": ACROSS, "zero3": ACROSS, "pp x zero3": ACROSS}),
         (Largest, {"turned": "", "pp": ACROSS, "zero1": ACROSS, "zero3": ACROSS, "pp x zero3": ACROSS}),
+        (SlightDecay, {"turned": "", "pp": ACROSS, "zero1": ACROSS, "zero3": ACROSS, "pp x zero3": ACROSS}),
         (by_position, {}),
         (by_axes, {}),
         (Lars, {"turned": "", "pp": "", "zero1": SHARD, "zero3": SHARD, "pp x zero3": SHARD}),
@@ -208,6 +221,7 @@ def test_elementwise_optimizers_pass_everywhere(name: str) -> None:
     ids=[
         "global norm",
         "largest",
+        "slight decay",
         "position",
         "axes",
         "LARS",

@@ -300,6 +300,32 @@ def test_modes_follow_the_operations_they_hold_for() -> None:
     assert [chunk.name for chunk in outline.chunks] == ["PP=0", "PP=1", "PP=2", "PP=3"]
 
 
+class Inferring(Three):
+    """inference_mode, alone, with gradients inside of it, and ended for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            x = self.a(x)
+            with torch.inference_mode():
+                fixed = self.c(x)
+                with torch.enable_grad():
+                    fixed = fixed + self.b(x)
+                with torch.inference_mode(False):
+                    x = self.b(x)
+                fixed = fixed + self.c(x)
+        with annotate("PP"), torch.no_grad():
+            with torch.inference_mode():
+                fixed = fixed + self.a(x)
+            fixed = fixed + self.b(x)
+        with annotate("PP"):
+            result: Tensor = self.head(self.c(x) + fixed)
+        return result
+
+
+def test_no_gradient_passes_through_inference_mode() -> None:
+    check(Inferring, zoo.regression, zoo.vectors(4, 0))
+
+
 def test_a_result_that_only_passes_through_is_still_a_result() -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return zoo.regression(model, batch), torch.tensor(3.0)

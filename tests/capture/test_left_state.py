@@ -224,6 +224,21 @@ def harmless(model: Stateful, h: Tensor) -> object:
     return model.recent[0] * model.counts["rows"] + model.counts["table"].to(h)
 
 
+def emptied(model: Stateful, h: Tensor) -> object:
+    """Fill a table and put a new one in its place, as `torch.nn.utils.parametrize.cached` does."""
+    if "mean" not in model.counts:
+        model.counts["mean"] = h.mean()
+    mean = model.counts["mean"]
+    model.counts = {"steps": 0}
+    return mean
+
+
+def test_a_container_that_the_call_replaces_when_it_is_filled() -> None:
+    made = Stateful(emptied)
+    trace(lambda: made, loss, BATCH, 2)
+    assert made.counts == {"steps": 0}
+
+
 def test_state_that_only_the_same_call_reads() -> None:
     made = Stateful(harmless)
     trace(lambda: made, loss, BATCH, 2)

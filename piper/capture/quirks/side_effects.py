@@ -77,7 +77,11 @@ def noting_changes() -> Iterator[dict[Place, Left]]:
     reading = SideEffects.codegen_update_mutated
 
     def read(effects: Any, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401  Dynamo's own protocol
-        changes.update({(id(left.holder), left.name): left for left in _changes(effects) if not left.same})
+        found = [*_changes(effects)]
+        filled = {id(left.holder) for left in found if left.name is None}
+        # A new container in place of one that the call has filled is a change, equal or not.
+        kept = (left for left in found if not left.same or id(left.before) in filled)
+        changes.update({(id(left.holder), left.name): left for left in kept})
         return reading(effects, *args, **kwargs)
 
     with replaced(SideEffects, "codegen_update_mutated", read):

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.autograd import grad_mode
 from torch.fx.node import Argument
 
 from piper import errors
@@ -203,6 +204,7 @@ class _GraphCopier:
         self.modes: dict[fx.Node, Mode] = {}
         self.bundles: dict[fx.Node, int] = {}
         self.mode = Mode()
+        self.outside: dict[fx.Node, bool] = {}  # whether autograd records around each inference_mode
         self.depth = 0
         self.bundle = 0
 
@@ -292,7 +294,11 @@ class _GraphCopier:
         """Return whether a node computes nothing. If it opens or closes a mode, note that."""
         target = node.target
         if target is torch._C._set_grad_enabled:
-            self.mode = Mode(grad=bool(node.args[0]), autocast=self.mode.autocast)
+            self.mode = replace(self.mode, grad=bool(node.args[0]))
+        elif target is grad_mode._enter_inference_mode:
+            self.outside[node], self.mode = self.mode.grad, replace(self.mode, grad=not node.args[0])
+        elif target is grad_mode._exit_inference_mode:
+            self.mode = replace(self.mode, grad=self.outside[node.all_input_nodes[0]])
         elif target is autocast_mode._enter_autocast:
             self.mode = Mode(grad=self.mode.grad, autocast=(*self.mode.autocast, node.args))
         elif target is autocast_mode._exit_autocast:
