@@ -23,7 +23,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.train.other_programs import export_state, import_start
 from tests import plain
-from tests.optimizers import by_values
+from tests.optimizers import CountsInGroups, CountsInState, by_values
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 STEPS = 4
@@ -167,7 +167,9 @@ class Sparse(Each):
 
 
 TRAITS = (AssignsData, Counts, Remembers, Flat, Turned, Factored, OneNumber, Sparse)
-OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in (*TRAITS, by_values)}
+OPTIMIZERS: dict[str, Make] = {
+    each.__name__: each for each in (*TRAITS, by_values, CountsInGroups, CountsInState)
+}
 
 
 def job(make: Make, zero: int | None, scheduler: Callable[[Optimizer], Any] | None = None) -> piper.Job:
