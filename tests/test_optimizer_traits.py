@@ -416,6 +416,25 @@ def test_a_save_that_is_refused_leaves_nothing_behind(
     assert "make room" not in str(refused.value)
 
 
+class HalvingBy(Halving):
+    """Has an object in its `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "self": self}
+
+
+@pytest.mark.parametrize(("make", "scheduler", "done"), [(Unsaveable, None, 1), (Each, HalvingBy, 0)])
+def test_a_state_that_cannot_be_saved_is_said_at_the_first_step(
+    make: Make, scheduler: Callable[[Optimizer], Any] | None, done: int, tmp_path: Path
+) -> None:
+    saved = replace(job(make, 1, scheduler), checkpoint=piper.Checkpoint(folder=str(tmp_path), every=100))
+    with piper.launch(piper.compile(saved)) as run:
+        with pytest.raises(ConfigError, match="a part of the state cannot be written down"):
+            list(run.train(3))
+        assert run.done == done
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_state_that_does_not_fit_is_an_error_of_the_load(tmp_path: Path) -> None:
     check(piper.compile(job(Wraps, 0)), [piper.compile(job(Wraps, None))], alone(Wraps), tmp_path)
     with (

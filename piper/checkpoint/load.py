@@ -294,14 +294,23 @@ class BackgroundSaver:
 
     def save(self, folder: str) -> None:
         """Copy the state, and begin to write the copy down."""
+        self.done = self._copy(copied)
+        if self.done.copied is not None:
+            self._begin("save", self.done.copied, folder)
+
+    def try_save(self, _: object = None) -> Done:
+        """Return what a save would be refused for, if anything. Tensors are looked at, not copied."""
+        done = self._copy(partial(copied, to="meta"))
+        return replace(done, copied=done.copied and replace(done.copied, parts=[]))
+
+    def _copy(self, take: Callable[[Tensor], Tensor]) -> Done:
+        """Copy the state with `take` for each tensor, or return why it is refused."""
         try:
-            copied = copy_state(self.worker)
+            return Done(copied=copy_state(self.worker, take))
         except RefusedError as error:
-            self.done = Done(refused=error)
+            return Done(refused=error)
         except ConfigError as error:
-            self.done = Done(refused=RefusedError(error.what, error.facts, error.hint))
-        else:
-            self._begin("save", copied, folder)
+            return Done(refused=RefusedError(error.what, error.facts, error.hint))
 
     def load(self, folder: str) -> None:
         """Begin to read the state that a checkpoint holds. The worker keeps its own until `adopt`."""

@@ -56,9 +56,9 @@ class Copied:
     step: int
 
 
-def copied(value: Tensor) -> Tensor:
-    """Copy a tensor to memory of its own on the host."""
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def copied(value: Tensor, to: str = "cpu") -> Tensor:
+    """Copy a tensor to memory of its own on the host; `to`: "meta" copies its shape and type only."""
+    return value.detach().to(to, copy=True, memory_format=torch.contiguous_format)
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
