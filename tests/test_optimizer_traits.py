@@ -349,6 +349,18 @@ def test_what_is_kept_goes_on_in_plain_pytorch_and_back(
         with pytest.raises(ConfigError, match="keeps tensors in lists or dicts, for which this format"):
             export_state(here, Values(tmp_path / "saved"), tmp_path / "dcp", form="dcp", dtype=None)
         assert not (tmp_path / "dcp").exists()
+        file = tmp_path / "out/checkpoint.pt"
+        for left_out, why in (
+            ((), "it holds a collections.deque"),
+            (("queue",), "keeps tensors in lists, tuples or dicts"),
+            (("queue", "list", "rates"), "keeps tensors in lists, tuples or dicts"),
+        ):
+            for kept in saved["optimizer"]["state"].values():
+                for key in left_out:
+                    kept.pop(key, None)
+            torch.save(saved, file)
+            with pytest.raises(ConfigError, match=why):
+                import_start("traits", here, file, tmp_path / "run")
         return
     back = import_start("traits", here, tmp_path / "out", tmp_path / "run")
     with piper.launch(piper.compile(here), resume=back.folder) as run:

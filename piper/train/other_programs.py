@@ -5,6 +5,7 @@ A run goes on from what another program saved: weights alone, or a whole trainin
 
 import json
 import math
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +104,9 @@ def torch_source(file: Path) -> Source:
     try:
         state: object = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except BROKEN as error:
+        refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))  # far down in torch's text
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise unreadable(file, why[0]) from error
+        raise unreadable(file, f"it holds a {refused[1]}" if refused else why[0]) from error
     flat = dict(flattened(state))
     return flat, {name for name, value in flat.items() if isinstance(value, Tensor)}
 
