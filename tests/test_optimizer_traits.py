@@ -245,6 +245,48 @@ def test_one_number_is_no_element_where_a_device_has_one_of_many(tmp_path: Path)
     check(programs[0], programs, alone(OneNumber, model=Uneven), tmp_path)
 
 
+class Renamed(nn.Module):
+    """Leaves its own name out of its `state_dict`, which has something more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.register_state_dict_post_hook(self.rename)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+    def get_extra_state(self) -> object:
+        return {"version": 1}
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name in [*state]:
+            state[name.removeprefix("inner.")] = state.pop(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_that_a_model_gives_its_values_when_it_is_saved(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = replace(job(Flat, 0), model=Renamed, checkpoint=piper.Checkpoint(folder="checkpoints"))
+    with piper.launch(piper.compile(here)) as run:
+        for seed in range(2):
+            run.step(rows(seed))
+        run.save(tmp_path / "saved")
+    export_state(here, Values(tmp_path / "saved"), tmp_path / "out", form=form, dtype=None)
+    assert capsys.readouterr().err == "left out: what the model's state_dict() adds (_extra_state)\n"
+    if form == "torch":
+        assert torch.load(tmp_path / "out/checkpoint.pt")["model"].keys() == Net().state_dict().keys()
+    back = import_start("traits", here, tmp_path / "out", tmp_path / "run")
+    with piper.launch(piper.compile(here), resume=back.folder) as run:
+        for seed in range(2, STEPS):
+            run.step(rows(seed))
+        wanted = {f"inner.{name}": value for name, value in alone(Flat).items()}
+        assert plain.largest_difference(wanted, run.state_dict()) < 1e-12
+
+
 class Adaptive(Each):
     """Adapts its rate to all parameters, as Prodigy does: by a sum that it keeps in its groups."""
 
