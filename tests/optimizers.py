@@ -30,6 +30,46 @@ class Cooling(torch.optim.SGD):
         self.factor = float(state_dict["factor"])  # type: ignore[arg-type]
 
 
+class CountsApart(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, as its rate needs them. No `state_dict` has them."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        super().step()
+
+
+class CountsInGroups(CountsApart):
+    """Has the number of its steps in the first group of its `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["param_groups"][0]["steps"] = self.steps
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict({**state_dict})
+        self.steps = state_dict["param_groups"][0]["steps"]
+
+
+class CountsInState(CountsApart):
+    """Has the number of its steps in the `state` of its `state_dict`, beside those of parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "state": {**state["state"], "steps": self.steps}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = {**state_dict["state"]}
+        self.steps = state.pop("steps")
+        super().load_state_dict({**state_dict, "state": state})
+
+
 class Recent(torch.optim.Optimizer):
     """Keeps the last gradients in a list, and steps by their sum."""
 

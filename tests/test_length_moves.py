@@ -30,7 +30,7 @@ from piper.workers.blame import Watcher
 from piper.workers.inline import InlineWorkerGroup
 from piper.workers.local import LocalWorkerGroup
 from tests.checkpoint.test_optimizers_inside import Container, Joined
-from tests.optimizers import Cooling, Recent, by_values
+from tests.optimizers import Cooling, CountsApart, CountsInGroups, CountsInState, Recent, by_values
 from tests.runtime.grid import adafactor, muon
 from tests.test_length_strategies import DEVICES, compare, context, job, replicas, rows
 from tests.workers.sabotage import BrokenError
@@ -100,8 +100,11 @@ def test_optimizers_that_need_whole_parameters_move_with_them(
     compare(piper.compile(job(batches(1), strategy=MOST, optimizer=make)), batches(6))
 
 
-def test_what_an_optimizer_keeps_for_no_parameter_moves_too() -> None:
-    compare(piper.compile(job(batches(1), strategy=MOST, optimizer=Cooling)), batches(6))
+@pytest.mark.parametrize("make", [Cooling, CountsApart, CountsInGroups, CountsInState])
+def test_what_an_optimizer_keeps_for_no_parameter_moves_too(
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+) -> None:
+    compare(piper.compile(job(batches(1), strategy=MOST, optimizer=make)), batches(6))
 
 
 @pytest.mark.parametrize("make", [Recent, by_values, Joined, Container])

@@ -23,7 +23,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.train.other_programs import export_state, import_start
 from tests import plain
-from tests.optimizers import by_values
+from tests.optimizers import CountsInGroups, CountsInState, by_values
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 STEPS = 4
@@ -167,7 +167,9 @@ class Sparse(Each):
 
 
 TRAITS = (AssignsData, Counts, Remembers, Flat, Turned, Factored, OneNumber, Sparse)
-OPTIMIZERS: dict[str, Make] = {each.__name__: each for each in (*TRAITS, by_values)}
+OPTIMIZERS: dict[str, Make] = {
+    each.__name__: each for each in (*TRAITS, by_values, CountsInGroups, CountsInState)
+}
 
 
 def job(make: Make, zero: int | None, scheduler: Callable[[Optimizer], Any] | None = None) -> piper.Job:
@@ -241,6 +243,48 @@ def test_one_number_is_no_element_where_a_device_has_one_of_many(tmp_path: Path)
     (bucket,) = programs[0].plans.buckets.values()
     assert [high - low for _, low, high in bucket.update.pieces_in(*bucket.update.owned(1))] == [1, 3]
     check(programs[0], programs, alone(OneNumber, model=Uneven), tmp_path)
+
+
+class Renamed(nn.Module):
+    """Leaves its own name out of its `state_dict`, which has something more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.register_state_dict_post_hook(self.rename)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+    def get_extra_state(self) -> object:
+        return {"version": 1}
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name in [*state]:
+            state[name.removeprefix("inner.")] = state.pop(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_that_a_model_gives_its_values_when_it_is_saved(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = replace(job(Flat, 0), model=Renamed, checkpoint=piper.Checkpoint(folder="checkpoints"))
+    with piper.launch(piper.compile(here)) as run:
+        for seed in range(2):
+            run.step(rows(seed))
+        run.save(tmp_path / "saved")
+    export_state(here, Values(tmp_path / "saved"), tmp_path / "out", form=form, dtype=None)
+    assert capsys.readouterr().err == "left out: what the model's state_dict() adds (_extra_state)\n"
+    if form == "torch":
+        assert torch.load(tmp_path / "out/checkpoint.pt")["model"].keys() == Net().state_dict().keys()
+    back = import_start("traits", here, tmp_path / "out", tmp_path / "run")
+    with piper.launch(piper.compile(here), resume=back.folder) as run:
+        for seed in range(2, STEPS):
+            run.step(rows(seed))
+        wanted = {f"inner.{name}": value for name, value in alone(Flat).items()}
+        assert plain.largest_difference(wanted, run.state_dict()) < 1e-12
 
 
 class Adaptive(Each):
@@ -347,6 +391,18 @@ def test_what_is_kept_goes_on_in_plain_pytorch_and_back(
         with pytest.raises(ConfigError, match="keeps tensors in lists or dicts, for which this format"):
             export_state(here, Values(tmp_path / "saved"), tmp_path / "dcp", form="dcp", dtype=None)
         assert not (tmp_path / "dcp").exists()
+        file = tmp_path / "out/checkpoint.pt"
+        for left_out, why in (
+            ((), "it holds a collections.deque"),
+            (("queue",), "keeps tensors in lists, tuples or dicts"),
+            (("queue", "list", "rates"), "keeps tensors in lists, tuples or dicts"),
+        ):
+            for kept in saved["optimizer"]["state"].values():
+                for key in left_out:
+                    kept.pop(key, None)
+            torch.save(saved, file)
+            with pytest.raises(ConfigError, match=why):
+                import_start("traits", here, file, tmp_path / "run")
         return
     back = import_start("traits", here, tmp_path / "out", tmp_path / "run")
     with piper.launch(piper.compile(here), resume=back.folder) as run:
@@ -412,6 +468,25 @@ def test_a_save_that_is_refused_leaves_nothing_behind(
         assert [*(tmp_path / "new").iterdir()] == []
         run.step(rows(1))
     assert "make room" not in str(refused.value)
+
+
+class HalvingBy(Halving):
+    """Has an object in its `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "self": self}
+
+
+@pytest.mark.parametrize(("make", "scheduler", "done"), [(Unsaveable, None, 1), (Each, HalvingBy, 0)])
+def test_a_state_that_cannot_be_saved_is_said_at_the_first_step(
+    make: Make, scheduler: Callable[[Optimizer], Any] | None, done: int, tmp_path: Path
+) -> None:
+    saved = replace(job(make, 1, scheduler), checkpoint=piper.Checkpoint(folder=str(tmp_path), every=100))
+    with piper.launch(piper.compile(saved)) as run:
+        with pytest.raises(ConfigError, match="a part of the state cannot be written down"):
+            list(run.train(3))
+        assert run.done == done
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_state_that_does_not_fit_is_an_error_of_the_load(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, whole_sizes
 from piper.plan.bucket import Bucket
 from piper.runtime.optimizer_states import SETTINGS, optimizers_in, states_of
-from piper.runtime.trainers import telling
+from piper.runtime.trainers import PARAMS, telling
 from piper.runtime.worker import Worker
 
 OWN_STATE = "let what state_dict() adds be the same on all devices, and keep the rest in state[parameter]"
@@ -171,7 +171,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         worker.env.state.regroup(record.trainer.members)
         name = type(optimizer).__name__
         with telling(f"{name}.load_state_dict() failed", worker.setup.optimizer, OWN_STATE):
-            load_states(optimizer, kept, own)
+            load_states(optimizer, kept, own, groups)
             states = states_of(optimizer)
             for parameter, values in kept.items():
                 for key, value in values.items():
@@ -185,7 +185,12 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
     return adopt
 
 
-def load_states(optimizer: Optimizer, kept: Mapping[Tensor, object], own: Mapping[str, Any]) -> None:
+def load_states(
+    optimizer: Optimizer,
+    kept: Mapping[Tensor, object],
+    own: Mapping[str, Any],
+    groups: Sequence[Mapping[str, object]],
+) -> None:
     """Let an optimizer load what it and those inside keep. Objects that they share stay the same ones."""
     several = optimizers_in(optimizer)
     before = [{key: vars(each)[key] for key in SETTINGS if key in vars(each)} for each in several]
@@ -193,8 +198,8 @@ def load_states(optimizer: Optimizer, kept: Mapping[Tensor, object], own: Mappin
     for each in several:
         parameters = [p for group in each.param_groups for p in group["params"]]
         state = {number: kept[p] for number, p in enumerate(parameters) if p in kept}
-        adds = own if each is optimizer else {}
-        each.load_state_dict({**each.state_dict(), **adds, "state": {**state, **adds.get("state", {})}})
+        one = {**each.state_dict(), "state": state}
+        each.load_state_dict(with_own(one, own, groups) if each is optimizer else one)
         loaded |= each.state
     if len(several) > 1:
         for each, objects in zip(several, before, strict=True):
@@ -204,6 +209,17 @@ def load_states(optimizer: Optimizer, kept: Mapping[Tensor, object], own: Mappin
         states = states_of(optimizer)
         for parameter, values in loaded.items():
             states[parameter] = values
+
+
+def with_own(
+    state: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[Mapping[str, object]]
+) -> dict[str, Any]:
+    """Return the `state_dict` of an optimizer with what one of another process had for no parameter."""
+    whole = {**state, **own, "state": {**state.get("state", {}), **own.get("state", {})}}
+    if len(packed := state.get("param_groups", ())) == len(groups):
+        saved = ({k: v for k, v in group.items() if k not in (*WAYS, *PARAMS)} for group in groups)
+        whole["param_groups"] = [{**here, **one} for here, one in zip(packed, saved, strict=True)]
+    return whole
 
 
 def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
@@ -278,14 +294,23 @@ class BackgroundSaver:
 
     def save(self, folder: str) -> None:
         """Copy the state, and begin to write the copy down."""
+        self.done = self._copy(copied)
+        if self.done.copied is not None:
+            self._begin("save", self.done.copied, folder)
+
+    def try_save(self, _: object = None) -> Done:
+        """Return what a save would be refused for, if anything. Tensors are looked at, not copied."""
+        done = self._copy(partial(copied, to="meta"))
+        return replace(done, copied=done.copied and replace(done.copied, parts=[]))
+
+    def _copy(self, take: Callable[[Tensor], Tensor]) -> Done:
+        """Copy the state with `take` for each tensor, or return why it is refused."""
         try:
-            copied = copy_state(self.worker)
+            return Done(copied=copy_state(self.worker, take))
         except RefusedError as error:
-            self.done = Done(refused=error)
+            return Done(refused=error)
         except ConfigError as error:
-            self.done = Done(refused=RefusedError(error.what, error.facts, error.hint))
-        else:
-            self._begin("save", copied, folder)
+            return Done(refused=RefusedError(error.what, error.facts, error.hint))
 
     def load(self, folder: str) -> None:
         """Begin to read the state that a checkpoint holds. The worker keeps its own until `adopt`."""

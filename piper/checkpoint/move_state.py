@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from piper.checkpoint.json_state import Plain, decode, encode, flat_state, nested_state
-from piper.checkpoint.load import set_options
+from piper.checkpoint.load import set_options, with_own
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, last_reads, moves_between, placed
 from piper.checkpoint.save import one_trainer, trainer_of
@@ -26,7 +27,8 @@ from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 from piper.runtime.bucket_state import BucketState
 from piper.runtime.comm.base import Group
 from piper.runtime.device_state import DeviceState
-from piper.runtime.optimizer_states import states_of
+from piper.runtime.optimizer_states import optimizers_in, plain_attributes, states_of
+from piper.runtime.trainers import is_ours
 from piper.runtime.worker import Worker
 
 Kept = Mapping[str, Mapping[str, object]]  # by parameter and key: the type of a tensor that moves, or a value
@@ -139,12 +141,18 @@ class Movement:
         trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
         self.after.regroup(trainer.members)
         if after is not None and trainer.groups is not None:
-            if trainer.own is not None:
-                own = cast("dict[str, Any]", decode(trainer.own, self.where))
-                state = {**after.state, **own.pop("state", {})}
-                after.load_state_dict({**after.state_dict(), **own})
+            if not is_ours(after):  # what the parts that it is given decide stays
+                began, other = self.before.began, self.after.began
+                counted = next((one["attributes"] for one in everywhere if one["attributes"]), began)
+                vars(after).update({k: v for k, v in counted.items() if began.get(k) == other.get(k)})
+            groups = cast("list[dict[str, object]]", decode(trainer.groups, self.where))
+            loads = type(after).load_state_dict is not Optimizer.load_state_dict
+            if trainer.own is not None or (loads and optimizers_in(after) == [after]):
+                own = cast("dict[str, Any]", decode(trainer.own, self.where) or {})
+                state = {**after.state, **own.get("state", {})}
+                after.load_state_dict(with_own(after.state_dict(), own, groups))
                 after.state.update(state)  # as it is: loading casts it
-            set_options(after, cast("list[dict[str, object]]", decode(trainer.groups, self.where)))
+            set_options(after, groups)
         if self.after.scheduler is not None and trainer.schedule is not None:
             self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
 
@@ -210,7 +218,9 @@ class Movement:
 
     def said_everywhere(self) -> list[Mapping[str, Any]]:
         """Return what all devices say of their optimizers and schedulers, in the order of devices."""
-        here = {"kept": self.kept_here(), "trainer": asdict(trainer_of(self.before))}
+        attributes = plain_attributes(self.before.optimizer) if self.before.trains else {}
+        trainer = asdict(trainer_of(self.before))
+        here = {"kept": self.kept_here(), "trainer": trainer, "attributes": attributes}
         text = json.dumps(here).encode()
         if self.group is None:
             return [json.loads(text)]

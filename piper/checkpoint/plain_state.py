@@ -171,9 +171,24 @@ def kept_state(
             kept.setdefault(owner, {})[what] = given
         else:
             strange.append(key)
+    owners = {*names, *numbered}
+    for key in strange:
+        own = key.removeprefix(f"{prefix}state.").split(".")
+        if any(".".join(own[:length]) in owners for length in range(1, len(own))):
+            raise nested_tensors(path, key)
     if strange:
         raise unknown_names(path, strange)
     return kept
+
+
+def nested_tensors(path: Path, key: str) -> ConfigError:
+    """Return the error for tensors that an optimizer keeps inside of other values."""
+    return ConfigError(
+        "the optimizer keeps tensors in lists, tuples or dicts, which cannot be imported",
+        by=str(path),
+        facts={"state": key},
+        hint="import a file of the weights alone, or keep each tensor by itself in state[parameter]",
+    )
 
 
 def unknown_names(path: Path, strange: Sequence[str]) -> ConfigError:

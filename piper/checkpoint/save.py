@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -56,9 +56,9 @@ class Copied:
     step: int
 
 
-def copied(value: Tensor) -> Tensor:
-    """Copy a tensor to memory of its own on the host."""
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def copied(value: Tensor, to: str = "cpu") -> Tensor:
+    """Copy a tensor to memory of its own on the host; `to`: "meta" copies its shape and type only."""
+    return value.detach().to(to, copy=True, memory_format=torch.contiguous_format)
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
@@ -186,8 +186,11 @@ def trainer_of(state: DeviceState) -> Trainer:
     optimizer, scheduler = state.optimizer, state.scheduler
     if optimizer is None or not state.trains:
         return Trainer()
-    groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    own = own_state(optimizer)
+    saved = {} if is_ours(optimizer) else optimizer.state_dict()
+    live, packed = optimizer.param_groups, saved.get("param_groups", ())  # a `state_dict` may add to groups
+    options = packed if len(packed) == len(live) else live
+    groups = [{**each, "params": len(group["params"])} for each, group in zip(options, live, strict=True)]
+    own = own_state(optimizer, saved)
     kept = encode(own, "optimizer") if own else None
     return replace(trainer_with(optimizer, groups, scheduler), own=kept, members=state.members())
 
@@ -208,15 +211,18 @@ def inside(value: object) -> bool:
     return bool(parts) and all(isinstance(part, dict) for part in parts)
 
 
-def own_state(optimizer: Optimizer) -> dict[str, object]:
+def own_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, object]:
     """Return what an optimizer's `state_dict` has that belongs to no parameter. Empty: nothing."""
     if is_ours(optimizer):
         return {}
     groups = [group for each in optimizers_in(optimizer) for group in each.param_groups]
     known = {id(group) for group in groups} <= {id(group) for group in optimizer.param_groups}
-    added = ((key, value) for key, value in optimizer.state_dict().items() if key not in SETTINGS)
+    added = ((key, value) for key, value in saved.items() if key not in SETTINGS)
     own = {key: value for key, value in added if not (known and inside(value))}
     named = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    kept = {id(value) for value in optimizer.state.values()}  # which a `state_dict` may have under other keys
+    packed = saved.get("state", {}).items()
+    named |= {key: value for key, value in packed if type(key) is not int and id(value) not in kept}
     return own | ({"state": named} if named else {})
 
 

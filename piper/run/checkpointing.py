@@ -217,6 +217,14 @@ class SavedWorkers:
         if wait:
             self.settle()
 
+    def try_write(self, folder: Path, data: object) -> None:
+        """Refuse what could not be saved, without copying or writing anything."""
+        encode(data, "data")
+        done = self.ask_all(WorkerAnswers.try_save, None)
+        if (failed := failed_one(done)) is not None and failed.refused is not None:
+            raise failed.refused.as_config_error("save", folder)
+        record_of([cast(Copied, done[device].copied) for device in self.devices], self.program.job.seed)
+
     def poll(self, wait: float = 0.0) -> None:
         """Finish the save that is under way, if every worker has done its part."""
         pending = self.pending

@@ -10,11 +10,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.metadata import Record, Spec, Trainer, check_model, read_record, wanted_model
-from piper.checkpoint.plain_state import PlainState
+from piper.checkpoint.plain_state import PlainState, nested_tensors
 from piper.checkpoint.save import Shapes
 from piper.checkpoint.storage import TensorRange, sync, write_parts
 from piper.checkpoint.target import target_of
@@ -135,6 +136,8 @@ def kept_tensors(
         for key, given in keys.items():
             value = state.source[given]
             if not isinstance(value, Tensor):
+                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                    raise nested_tensors(state.path, given)
                 numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
                 continue
             if value.dim() and tuple(value.shape) == spec.shape:

@@ -72,6 +72,7 @@ class Run(RunCalls):
     _feed: Feed | None = None  # made with the first batch that is taken
     _loaded: Resumed | None = None  # the checkpoint that it goes on from
     _from_newest = False  # and whether that was the newest of its folder
+    tried = False  # whether the state after a step can be saved
     saves_to: Path | None = None  # the folder of checkpoints, once it is known to be free
 
     def __init__(self, sessions: Sessions) -> None:
@@ -128,6 +129,7 @@ class Run(RunCalls):
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
+        self._try_save()
         try:
             while self.done < last:
                 self.watch.begin(self.done + 1)
@@ -222,12 +224,21 @@ class Run(RunCalls):
             return False
         return self._from_newest or path.absolute() <= loaded
 
+    def _try_save(self) -> None:
+        """Refuse a state that cannot be saved before a step, and after one: not after hours of training."""
+        if self.saves_to is not None and not self.tried:
+            self.sessions.try_write(self.saves_to, self._data())
+
     def _save_step(self, step: int, last: bool) -> None:
         """Save where it is due. That it fails is a warning, except at the end, for which it waits."""
         wanted = self.program.job.checkpoint
-        if wanted is None or not self.saves or (step % wanted.every and not last):
+        if wanted is None or not self.saves:
             return
         self._prepare_saves()
+        self._try_save()  # with what the optimizer keeps since its first step
+        self.tried = True
+        if step % wanted.every and not last:
+            return
         assert self.saves_to is not None
         path = step_path(self.saves_to, step)
         try:

@@ -80,6 +80,10 @@ class Sessions:
         """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
         self.call("write", lambda: self.session.write(path, data, wait=wait, keep=keep))
 
+    def try_write(self, folder: Path, data: object) -> None:
+        """Refuse what could not be saved as it is now."""
+        self.call("try_write", lambda: self.session.try_write(folder, data))
+
     def read(self, path: Path | str) -> Resumed:
         """Let workers go on from a checkpoint."""
         resumed = self.call("read", lambda: self.session.read(path))

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
-from piper.runtime.optimizer_states import states_of
+from piper.runtime.optimizer_states import plain_attributes, states_of
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import PARAMS, build_optimizer, hollow, hooked, is_ours
 
@@ -76,6 +76,7 @@ class DeviceState:
         self.scheduler: LRScheduler | None = (
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None
         )
+        self.began = plain_attributes(self.optimizer)
         self.kernel = self._kernel()
         self.away: dict[str, HostState] = {}  # by bucket
         for name, segments in self.segments.items():

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from piper.errors import ConfigError
 
 SETTINGS = ("state", "param_groups")  # of every optimizer
+PLAIN = (bool, int, float, str)
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
@@ -19,6 +20,12 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
         inside = tree_leaves([value for key, value in vars(each).items() if key not in SETTINGS])
         found += {id(one): one for one in inside if isinstance(one, Optimizer) and one not in found}.values()
     return found
+
+
+def plain_attributes(optimizer: Optimizer | None) -> dict[str, object]:
+    """Return the attributes of an optimizer that are numbers or texts, such as a count of its steps."""
+    known = {} if optimizer is None else vars(optimizer)
+    return {key: value for key, value in known.items() if value is None or type(value) in PLAIN}
 
 
 class SeveralStates(dict[Any, Any]):

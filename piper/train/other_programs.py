@@ -5,11 +5,13 @@ A run goes on from what another program saved: weights alone, or a whole trainin
 
 import json
 import math
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
 from piper.checkpoint.folder import step_path
-from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, ties_of, write_export
+from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, write_export
 from piper.checkpoint.json_state import TensorAt, decode, encode
 from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, check_model
@@ -103,8 +105,9 @@ def torch_source(file: Path) -> Source:
     try:
         state: object = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except BROKEN as error:
+        refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))  # far down in torch's text
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise unreadable(file, why[0]) from error
+        raise unreadable(file, f"it holds a {refused[1]}" if refused else why[0]) from error
     flat = dict(flattened(state))
     return flat, {name for name, value in flat.items() if isinstance(value, Tensor)}
 
@@ -146,7 +149,11 @@ def state_in(
     optimizer, groups = grouped(program.job, sizes) if sizes else (None, [])
     names = {name for p in outline.parameters for name in (p.name, *p.aliases)}
     names |= {name for b in outline.buffers for name in b.saved_as}
-    state = find_state(path, *source, names, groups)
+    saved = saved_names(fake_model(program.job)).items()
+    renamed = {name: several[0] for name, (_, several) in saved if several and name not in names}
+    state = find_state(path, *source, names | renamed.keys(), groups)
+    own = {renamed.get(name, name): partial(state.values.__getitem__, name) for name in state.values}
+    state = replace(state, values=Lazy(own))
     if optimizer is None or not (state.kept or state.options):
         return state.values, None
     trainer = trainer_of(program.job, state, optimizer, groups)
@@ -239,13 +246,16 @@ def export_values(
 def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: torch.dtype | None) -> str:
     """Write weights, optimizer and step of a checkpoint for other programs; return the class of the model."""
     model = fake_model(job)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    names: dict[str, str] = {}
-    for several in ties_of(model):
-        own = next((name for name in several if name in values), several[0])
-        names |= dict.fromkeys(several, own)
+    names, wanted, extra = dict[str, str](), dict[str, Spec](), list[str]()
+    for name, (value, several) in saved_names(model).items():
+        if several:
+            names[name] = own = next((each for each in several if each in values), several[0])
+            wanted[own] = Spec(shape=tuple(value.shape))
+        else:
+            extra.append(name)
+    if extra:
+        sys.stderr.write(f"left out: what the model's state_dict() adds ({', '.join(extra)})\n")
     record = values.record
-    wanted = {own: Spec(shape=shapes[name]) for name, own in names.items()}
     saved = {
         name: spec for name, spec in record.values.items() if name in wanted or spec.trainable is not None
     }
@@ -262,6 +272,19 @@ def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: to
     export = PlainExport(values=values, model=names, groups=groups, dtype=dtype)
     write_export(folder, lambda partial: FORMATS[form](export, partial))
     return type(model).__name__
+
+
+def saved_names(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
+    """Return what a `state_dict` has by name, with the names of that parameter or buffer, if it is one.
+
+    Hooks of a `state_dict` may call a parameter otherwise, and `get_extra_state` adds what is none.
+    """
+    own: dict[int, list[str]] = {}
+    of = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, value in chain(*of):
+        own.setdefault(id(value), []).append(name)
+    saved = model.state_dict(keep_vars=True).items()
+    return {name: (value, own.get(id(value), [])) for name, value in saved}
 
 
 def check_kept(record: Record, form: str) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,7 +51,20 @@ class AgentPlace:
 
 
 class AgentLostError(ConnectionError):
-    """An agent cannot be reached any more. As an answer: it could not do what it was asked for."""
+    """An agent cannot be reached any more. As an answer: it could not do what it was asked for, and where."""
+
+    def __init__(self, what: str, trace: str = "") -> None:
+        super().__init__(what, trace)
+        if trace:
+            self.add_note(f"In the agent:\n{trace}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def failed(error: Exception) -> AgentLostError:
+    """Return an exception as text, because the driver may not know its class."""
+    return AgentLostError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +122,7 @@ class RankAgent(MachineAgent):
             assert name in METHODS, f"agents do not {name}"
             return getattr(self, name)(*arguments)
         except Exception as error:  # noqa: BLE001  it is raised in the driver
-            return AgentLostError(f"{type(error).__name__}: {error}")
+            return failed(error)
 
     def close(self) -> None:
         """End the worker and give the memory back. The fork server stays for the next agent of the rank."""
@@ -187,7 +201,11 @@ class ServedAgent:
         try:
             while True:
                 name, arguments = cast("tuple[str, list[object]]", channel.recv())
-                channel.send(agent.answer(name, arguments))
+                answer = agent.answer(name, arguments)
+                try:
+                    channel.send(answer)
+                except TypeError as error:  # a message cannot hold the answer: nothing of it was sent
+                    channel.send(failed(error))
         except (ClosedError, OSError):
             return
         finally:

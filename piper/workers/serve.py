@@ -293,7 +293,10 @@ def serve(channel: Channel, server: WorkerServer, termination: Termination) -> N
         answer = server.answer(call, argument)
         if termination.news():
             channel.send(Leaving())
-        channel.send(answer)
+        try:
+            channel.send(answer)
+        except TypeError as error:  # a message cannot hold the answer: nothing of it was sent
+            channel.send(failure_of(server.device, error))
         server.between(call)
 
 

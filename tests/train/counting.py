@@ -45,6 +45,9 @@ class CountingSessions(Sessions):
         self.done += 1
         return StepResult(loss=float(self.done), grad_norm=1.0)
 
+    def try_write(self, folder: Path, data: object) -> None:
+        """Do nothing: there is no state."""
+
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
         if self.begun is not None:
             raise self.begun

@@ -20,7 +20,7 @@ from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.train.train_options import TrainOptions, check_options
 from piper.workers.processes import ClosedError, ProcessStatus
-from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, ServedAgent, leave
+from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, ServedAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import DriverAddress
 from piper.workers.torchrun import RankCalls, RemoteAgent, TorchrunStarter, over
@@ -71,8 +71,13 @@ def test_calls_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = made.take.remote((1, 0, 0), made.image.remote((0, 0, 0), 9), 4)
         assert calls.get(moved, 20) is None
         assert calls.get(made.heads.remote([(1, 0, 0)], 9), 20) == [bytes(range(9))]
-        with pytest.raises(AgentLostError, match="KeyError: 7"):
+        with pytest.raises(AgentLostError, match=r"^KeyError: 7\n") as caught:
             calls.get(made.image.remote((7, 0, 0), 9), 20)
+        assert "line" in caught.value.__notes__[0] and "in image" in caught.value.__notes__[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(RankAgent, "room", lambda _: KEY.encode)
+            with pytest.raises(AgentLostError, match=r"^TypeError: .* cannot be sent"):
+                calls.get(made.room.remote(), 20)
         with pytest.raises(AgentLostError, match="agents do not answer"):
             calls.get(made.answer.remote("look", []), 20)
         assert calls.answers({3: made.look.remote()}, 20) == {3: ProcessStatus(process=0)}

@@ -127,11 +127,11 @@ class ForkServer:
 
         A process may be gone before the fork server, which knows how it ended, has had time to report that.
         """
-        if process not in self.ended() and gone(process):
+        if process not in self.ended():
+            if not gone(process):
+                return None
             self.wait([process], TIMEOUTS.fork_server_end)
-        if process in self.exits:
-            return f"the process {how(self.exits[process])}"
-        return "the process has ended" if gone(process) else None
+        return f"the process {how(self.exits[process])}" if process in self.exits else "the process has ended"
 
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
