@@ -7,6 +7,7 @@ over all slices divided by the weight of all slices, which is exactly what one d
 job = piper.Job(model=..., loss=piper.losses.huggingface, data=..., strategy=...)
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,27 +156,52 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
             hint='yield batches such as {"input_ids": ..., "attention_mask": ..., "labels": ...}. A model '
             "that is trained on no labels needs a loss of its own: lambda model, batch: model(**batch).loss",
         )
-    out, labels = outputs(model, batch), batch["labels"]
-    kind = getattr(model, "loss_type", None) or "ForCausalLM"  # as transformers takes an unknown one
-    if kind in CLASSES:
-        total, weight = classification(getattr(model, "config", None), out.logits, labels)
-    elif kind in SAME_POSITION or is_encoder_decoder(model):
-        total, weight = cross_entropy(out.logits, labels)
-    elif kind in NEXT_TOKEN:
-        # The labels are moved, not the logits: a part of the logits would be a second copy of them.
-        total, weight = cross_entropy(out.logits, F.pad(labels[..., 1:], (0, 1), value=IGNORED))
-    else:
+    others = [name for name in batch if "label" in name and name != "labels"]
+    kind = getattr(model, "loss_type", None)
+    place = "same"
+    if kind not in (*CLASSES, *SAME_POSITION):
+        adapted: Any = getattr(model, "get_base_model", lambda: model)  # by peft
+        place = predicted(type(adapted()), kind, is_encoder_decoder(model))
+    if others or not place:
         raise ConfigError(
             f"there is no (sum, weight) form of the loss of {type(model).__name__}",
             by="piper.losses.huggingface",
-            facts={"loss type": str(kind)},
+            facts={"loss type": str(kind)} | ({"more labels": ", ".join(others)} if others else {}),
             hint="write the job's loss: return the sum over the samples, and the number to divide it by",
         )
+    out, labels = outputs(model, batch), batch["labels"]
+    if kind in CLASSES:
+        total, weight = classification(getattr(model, "config", None), out.logits, labels)
+    elif place == "same":
+        total, weight = cross_entropy(out.logits, labels)
+    else:
+        # The labels are moved, not the logits: a part of the logits would be a second copy of them.
+        total, weight = cross_entropy(out.logits, F.pad(labels[..., 1:], (0, 1), value=IGNORED))
     balance = getattr(out, "aux_loss", None)
     if isinstance(balance, Tensor):
         share: Any = model.router_aux_loss_coef
         total = total + share * balance.to(total.dtype) * weight
     return total, weight
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def predicted(model: type[nn.Module], kind: str | None, encoder_decoder: bool) -> str:
+    """Return whether a position predicts its own label ("same"), the "next" one, or what nothing tells ("").
+
+    kind: the type of loss that transformers takes for the class. Older classes compute their loss in the
+    forward instead, whose code tells which.
+    """
+    usual = "same" if encoder_decoder else "next"
+    if kind not in (None, *NEXT_TOKEN):
+        return ""
+    if not model.__module__.startswith("transformers.models.") or (kind == NEXT_TOKEN[1] and usual == "next"):
+        return usual
+    code = inspect.unwrap(model.forward).__code__
+    if "loss_function" in code.co_names or {"shift_logits", "shift_labels"} & {*code.co_varnames}:
+        return usual
+    # The decoder of an encoder-decoder, alone: its labels are moved before.
+    alone = "CrossEntropyLoss" in code.co_names and (encoder_decoder or kind == NEXT_TOKEN[0])
+    return "same" if alone else ""
 
 
 def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:  # noqa: ANN401

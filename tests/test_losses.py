@@ -235,6 +235,14 @@ def t5() -> nn.Module:
     return model
 
 
+def bart_decoder() -> nn.Module:
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    model: nn.Module = BartForCausalLM(BartConfig(vocab_size=VOCAB, **sizes, dropout=0.0))
+    return model
+
+
 def with_labels(labels: Tensor) -> dict[str, Tensor]:
     return {**padded(), "labels": labels}
 
@@ -247,6 +255,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "masked": (lambda: bert("BertForMaskedLM"), padded(), 15.0),
     "tokens": (lambda: bert("BertForTokenClassification", num_labels=VOCAB), padded(), 15.0),
     "encoder and decoder": (t5, padded(), 15.0),
+    "a decoder whose labels are moved before": (bart_decoder, padded(), 15.0),
     "a class": (lambda: bert("BertForSequenceClassification", num_labels=3), with_labels(CLASS), 4.0),
     "a value": (lambda: bert("BertForSequenceClassification", num_labels=1), with_labels(CLASS / 2), 4.0),
     "classes": (
@@ -300,6 +309,14 @@ def test_models_without_such_a_loss_and_batches_without_labels_are_refused() -> 
         piper.losses.huggingface(Detector(), {"x": x, "labels": x})
     with pytest.raises(ConfigError, match="the batch has no labels\n  fields: x"):
         piper.losses.huggingface(Detector(), {"x": x})
+
+
+def test_a_loss_of_transformers_that_its_class_alone_knows_is_refused() -> None:
+    sentence = {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": torch.tensor([0, 1, 1, 0])}
+    with pytest.raises(ConfigError, match="form of the loss of BertForNextSentencePrediction"):
+        piper.losses.huggingface(bert("BertForNextSentencePrediction"), sentence)
+    with pytest.raises(ConfigError, match="more labels: entity_labels"):
+        piper.losses.huggingface(llama(), {**padded(), "entity_labels": padded()["labels"]})
 
 
 def hugging_job(loss: Callable[[nn.Module, Mapping[str, Tensor]], Any]) -> piper.Job:
@@ -392,6 +409,11 @@ def scaled(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 SPLIT = [piper.split(piper.at(), parts=2)]
 
 
+def labels_kept(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    kept = batch["y"] > 0  # how many is known in a step only
+    return F.cross_entropy(model(batch["x"])[kept], batch["y"][kept])
+
+
 @pytest.mark.parametrize(
     ("loss", "strategy", "warned"),
     [
@@ -401,6 +423,7 @@ SPLIT = [piper.split(piper.at(), parts=2)]
         (by_hand, SPLIT, "division"),
         (selected, SPLIT, "mean"),
         (class_weights, SPLIT, "cross_entropy"),
+        (labels_kept, SPLIT, "cross_entropy"),
         (one_label, SPLIT, None),
         (plain_mean, SPLIT, None),
         (with_weight, SPLIT, None),

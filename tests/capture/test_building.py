@@ -1,5 +1,6 @@
 """Models are built without memory, whatever their constructors do with tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,3 +169,30 @@ def test_a_buffer_may_be_a_view(precision: Literal["fp64", "bf16"]) -> None:
         assert run.step(batch).loss == pytest.approx(wanted, rel=1e-12 if precision == "fp64" else 1e-2)
         saved = run.state_dict()
     assert torch.equal(saved["table"], saved["inner.table"]) and saved["table"].shape == (1, 6, 4)
+
+
+def test_a_backbone_records_each_layer_once() -> None:
+    from transformers import DepthAnythingConfig, DepthAnythingForDepthEstimation, Dinov2Config
+
+    def model() -> nn.Module:
+        layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "mlp_ratio": 1}
+        features = {"out_features": ["stage1", "stage2"], "reshape_hidden_states": False}
+        seen = Dinov2Config(**layers, **features, image_size=4, patch_size=2)
+        sizes = {"reassemble_hidden_size": 8, "neck_hidden_sizes": [4, 4], "fusion_hidden_size": 4}
+        head = {"head_hidden_size": 4, "reassemble_factors": [1, 1], "patch_size": 2}
+        made: nn.Module = DepthAnythingForDepthEstimation(
+            DepthAnythingConfig(backbone_config=seen, **sizes, **head)
+        )
+        return made
+
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        seen: Any = model.backbone
+        of_layers: list[torch.Tensor] = seen(batch["pixel_values"]).feature_maps
+        return torch.stack(of_layers).pow(3).mean()
+
+    batch = {"pixel_values": torch.randn(2, 3, 4, 4, dtype=torch.float64)}
+    job = piper.Job(model=model, loss=loss, data=lambda: [batch], strategy=[], precision="fp64")
+    with piper.launch(piper.compile(job, device="cpu"), on="inline") as run:
+        plain = model().double()
+        plain.load_state_dict(run.state_dict())
+        assert run.step(batch).loss == pytest.approx(loss(plain, batch).item(), rel=1e-12)

@@ -1,18 +1,31 @@
 """Installs the hooks by which a Hugging Face model records hidden states and router logits.
 
 Works around: transformers 5.0. A model installs them in its first forward, under a lock, which no trace can
-follow.
+follow. A backbone has installed them in its constructor; the model around it would install them again, and
+each layer's output would be recorded twice.
 Not needed from: no version yet.
 """
 
 import sys
+from typing import Any
 
 from torch import nn
+
+from piper.process.attributes import replaced
 
 
 def install_recorders(model: nn.Module) -> None:
     """Install the hooks of a model and its submodules, if they are Hugging Face's."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    for module in model.modules():
-        if capturing is not None and hasattr(module, "_can_record_outputs"):
-            capturing.maybe_install_capturing_hooks(module)
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is None:
+        return
+    install = capturing.install_all_output_capturing_hooks
+
+    def install_once(module: nn.Module, prefix: str | None = None) -> None:
+        if not getattr(module, "_output_capturing_hooks_installed", False):
+            install(module, prefix)
+
+    with replaced(capturing, "install_all_output_capturing_hooks", install_once):  # which calls itself
+        for module in model.modules():
+            if hasattr(module, "_can_record_outputs"):
+                install_once(module)

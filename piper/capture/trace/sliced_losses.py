@@ -62,7 +62,8 @@ def _uneven(recording: Recording, node: fx.Node, rows: int) -> Iterator[str]:
     name = name_of(node)
     if name in _ENTROPIES and argument(node, "reduction", "mean") == "mean":
         labels = value(node.all_input_nodes[1])
-        several = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.numel() > rows
+        classes = labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
+        several = classes is not None and (_dynamic(classes) or classes.numel() > rows)
         if several or isinstance(argument(node, "weight"), fx.Node):
             yield f"{name}{node_line(node)}"
     elif name == "mean" and _dynamic(value(node.all_input_nodes[0])):
