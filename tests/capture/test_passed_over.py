@@ -136,3 +136,18 @@ class Translating(nn.Module):
 def test_a_mask_of_torchs_transformer_is_not_compared_with_a_causal_one() -> None:
     batch = {"x": torch.arange(48.0).view(4, 3, 4).cos()}
     train_as_plain(Translating, batch, steps=2)
+
+
+class Asking(nn.Linear):
+    """Asks what its weight is, as layers of DoRA do of weights that may be quantized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.weight)
+        if kind.__module__.startswith("torchao.") or kind.__name__.lower() != "parameter":
+            return x
+        return super().forward(x)
+
+
+def test_a_forward_may_ask_what_its_weights_are() -> None:
+    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
+    train_as_plain(lambda: Asking(4, 4), batch, steps=2)

@@ -17,6 +17,7 @@ from torch.fx.node import Argument
 from piper import errors
 from piper.capture.quirks.causal_masks import masks_as_given
 from piper.capture.quirks.checkpoints import tracing_into_checkpoints
+from piper.capture.quirks.class_texts import reading_class_texts
 from piper.capture.quirks.layerdrop import no_layer_dropped
 from piper.capture.quirks.logging_calls import leaving_out_logs
 from piper.capture.quirks.side_effects import Left, Place, noting_changes
@@ -106,6 +107,7 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         no_layer_dropped(step.model),
         leaving_out_logs(),
         leaving_out_assignments(),
+        reading_class_texts(),
         masks_as_given(),
         flex_gradients_on_host(),
         tracing_into_checkpoints() as checkpoints,
