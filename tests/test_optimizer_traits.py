@@ -251,7 +251,7 @@ class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Net()
-        self.register_state_dict_post_hook(self.rename)
+        self.register_state_dict_post_hook(self.rename)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
