@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SYSTEMS := build/systems
 PEERS := torchtitan megatron-core tyro docstring-parser typeguard shtab
 
-.PHONY: help setup test test-all beside wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
+.PHONY: help setup test test-all beside wheel systems mutate rules matrix matrix-full attention opinfo transformers ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -39,6 +39,7 @@ help:
 	@echo "make rules    every rule of a sharded operation in every layout, on torch's own samples: an hour of one core"
 	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
 	@echo "make opinfo   every operation that torch itself tests: equal to eager PyTorch, or refused as tests/opinfo/refused.txt says"
+	@echo "make transformers CHECKOUT=DIR  the models of transformers' own tests, in a clone of it, beside plain PyTorch; MODELS=\"arcee bert\": some"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
@@ -106,6 +107,10 @@ ray: setup
 # Every operation and module that torch itself tests, and every operator of Python: for the night.
 opinfo: setup
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow tests/opinfo
+
+# For the night as well: 480 folders of models.
+transformers: setup
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python tests/architectures/theirs.py $(CHECKOUT) $(MODELS)
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local

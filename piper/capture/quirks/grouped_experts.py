@@ -1,7 +1,6 @@
-"""Lets a Hugging Face model of experts compute as a plan can hold it.
+"""Lets a Hugging Face model that computes in float64 multiply expert by expert.
 
-Works around: transformers 5.0. Its default is torch's grouped product, which has no float64. Its "eager" is a
-loop over the experts that got rows, which no graph has; the others have the same numbers.
+Works around: transformers 5.0. Its default is torch's grouped product, which has no float64.
 Not needed from: no version yet.
 """
 
@@ -12,6 +11,5 @@ from torch import nn
 def choose_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Choose the product of experts that a model's type has."""
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if implementation in ("eager", "grouped_mm"):
-        choice = "batched_mm" if dtype is torch.float64 else "grouped_mm"
-        model.set_experts_implementation(choice)  # type: ignore[operator]
+    if dtype is torch.float64 and implementation == "grouped_mm":
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
