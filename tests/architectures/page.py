@@ -23,6 +23,9 @@ plain PyTorch on one device in fp64: losses, gradients and parameters within 1e-
 BOTTOM = """
 Set LayerDrop's probability to 0 (`layerdrop=0.0`, `encoder_layerdrop=0.0`): a plan runs the same layers in every step.
 
+`make transformers CHECKOUT=DIR` does the same for every class of models that the tests of `transformers` build, in a clone of it: DP2, ZeRO-3 and
+two microbatches where `piper.losses.huggingface` has its loss, one device elsewhere.
+
 A model is captured as `torch.compile` sees it. UMT5 and Doge of `transformers` 5.17 are other models there: without a mask UMT5's decoder
 attends to later positions in plain PyTorch, and to none under `torch.compile`; so does Doge. `piper check` reports other numbers, and says that the model itself has two losses.
 """
