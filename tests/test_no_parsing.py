@@ -57,6 +57,7 @@ ALLOWED = {
     "cli/tune.py": "an amount of memory that the user wrote",
     "check/replay.py": "an operation of torch's, by its name; the files that a stack of calls goes through",
     "simulate/cluster.py": "names of files, and keys of a TOML table",
+    "train/other_programs.py": "the class that an error of torch names",
     "train/run_folder.py": "names of folders",
     "cli/profile.py": "the ending of a file; microbatches shown together: `MB=*` for each in a printed name",
     "view/svg.py": "colours written in one line",
