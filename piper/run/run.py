@@ -72,7 +72,7 @@ class Run(RunCalls):
     _feed: Feed | None = None  # made with the first batch that is taken
     _loaded: Resumed | None = None  # the checkpoint that it goes on from
     _from_newest = False  # and whether that was the newest of its folder
-    tried = False  # whether the state after a step can be saved
+    tried = False  # whether a save of the state after a step has been tried
     saves_to: Path | None = None  # the folder of checkpoints, once it is known to be free
 
     def __init__(self, sessions: Sessions) -> None:
