@@ -79,7 +79,7 @@ wheel: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_wheel.py
 
 systems: setup $(SYSTEMS)/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SYSTEMS) $(BIN)/python -m pytest -q -m slow tests/docs/test_real_systems.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SYSTEMS) $(BIN)/python -m pytest -q -m slow tests/docs/test_real_systems.py tests/benchmarks/test_gpu_systems.py
 
 $(SYSTEMS)/.installed: $(CONSTRAINTS) $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --constraint $(CONSTRAINTS) --target $(SYSTEMS) $(PEERS)

@@ -28,7 +28,8 @@ from torch import Tensor
 import piper
 from benchmarks.ranks_rows import SEED, adamw
 from benchmarks.ranks_sides import free_port
-from benchmarks.ranks_titan import NAMES, as_words, built_trainer, empty_modules
+from benchmarks.ranks_titan import as_words, built_trainer, prepare_for
+from benchmarks.ranks_titan_experts import as_titan_experts, qwen3
 from piper.models import moe
 
 SIDES = ("piper", "graphs", "torchtitan")
@@ -84,9 +85,7 @@ def titan_steps(options: argparse.Namespace) -> Iterator[float]:
     """Train with TorchTitan, and yield the loss of each step."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update({**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    if options.device == "cpu":  # it would look for a GPU
-        torch._utils._get_available_device_type = lambda: "cpu"
-    empty_modules()
+    prepare_for(options.device)
     trainer = titan_trainer(options)
     load_weights(trainer, options)
     logged: list[float] = []
@@ -105,32 +104,9 @@ def titan_steps(options: argparse.Namespace) -> Iterator[float]:
 
 def titan_trainer(options: argparse.Namespace) -> Any:  # noqa: ANN401  TorchTitan is not installed where types are checked
     """Return TorchTitan's trainer of its Qwen3-MoE, of the same sizes."""
-    from torchtitan.models import qwen3
-    from torchtitan.models.moe import MoEArgs
-
     config, samples, length = SIZES[options.size]
-    args = qwen3.Qwen3ModelArgs(
-        dim=config.dim,
-        n_layers=config.layers,
-        n_heads=config.heads,
-        n_kv_heads=config.kv_heads,
-        vocab_size=config.vocab,
-        head_dim=config.head_dim,
-        norm_eps=config.eps,
-        rope_theta=config.rope_base,
-        moe_enabled=True,
-        moe_inter_dim=config.hidden,
-        moe_args=MoEArgs(
-            num_experts=config.experts,
-            num_shared_experts=0,
-            top_k=config.top_k,
-            score_func="softmax",
-            route_norm=True,
-            score_before_experts=False,
-            load_balance_coeff=None,
-        ),
-    )
-
+    on_gpu = options.device == "cuda"
+    family, args = qwen3(config, on_gpu=on_gpu)
     batch = batch_of(options.size)
     words = {
         "training.seq_len": length,
@@ -138,9 +114,8 @@ def titan_trainer(options: argparse.Namespace) -> Any:  # noqa: ANN401  TorchTit
         "training.steps": options.steps,
         "metrics.log_freq": 1,
     }
-    on_gpu = options.device == "cuda"
     both = (batch["tokens"], batch["labels"])
-    return built_trainer(qwen3, args, lambda _: both, as_words(words, compiled=on_gpu), on_gpu=on_gpu)
+    return built_trainer(family, args, lambda _: both, as_words(words, compiled=on_gpu), on_gpu=on_gpu)
 
 
 def load_weights(trainer: Any, options: argparse.Namespace) -> None:  # noqa: ANN401
@@ -149,31 +124,12 @@ def load_weights(trainer: Any, options: argparse.Namespace) -> None:  # noqa: AN
     torch.manual_seed(SEED)
     with torch.device(options.device):
         ours = moe.MoEDecoder(dataclasses.replace(config, stages=1)).state_dict()
-    state = as_titan(ours)
+    state = as_titan_experts(ours, config)
     (model,) = trainer.model_parts
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(state.pop(name.replace("_orig_mod.", "")))
     assert not state, f"TorchTitan has no {', '.join(state)}"
-
-
-def as_titan(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under TorchTitan's names: gates and values apart, and inputs of experts last."""
-    named = {}
-    for name, value in state.items():
-        module, _, kind = name.rpartition(".")
-        layer, _, inner = module.partition(".")[2].partition(".")
-        if kind == "gate_up":
-            gate, up = value.transpose(1, 2).chunk(2, dim=1)
-            named[f"layers.{layer}.moe.experts.w1"], named[f"layers.{layer}.moe.experts.w3"] = gate, up
-        elif kind == "down":
-            named[f"layers.{layer}.moe.experts.w2"] = value.transpose(1, 2)
-        elif inner:
-            inner = "moe.router.gate" if inner == "ffn.router" else NAMES.get(inner, inner)
-            named[f"layers.{layer}.{inner}.weight"] = value
-        else:
-            named[f"{NAMES.get(module, module)}.weight"] = value
-    return named
 
 
 STEPS: Mapping[str, Callable[[argparse.Namespace], Iterator[float]]] = {

@@ -96,6 +96,8 @@ class Report:
         if self.out is None:
             return
         line = {"row": task.row, "size": task.size, "side": side, "round": round_, **self.facts, **about}
+        if task.samples is not None:
+            line["samples"] = task.samples
         with self.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -207,12 +209,12 @@ def one_cache(folder: Path) -> Iterator[None]:
 
 
 def arguments(
-    parser: argparse.ArgumentParser, rows: Sequence[str], words: Sequence[str] | None
+    parser: argparse.ArgumentParser, rows: Sequence[str], words: Sequence[str] | None, steps: int = 24
 ) -> argparse.Namespace:
     """Read the command line, of which `rows` are the default."""
     parser.add_argument("--rows", default=",".join(rows), help="with commas between them; all by default")
     parser.add_argument("--size", choices=[*SIZES], default="small")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--rounds", type=int, default=1, help="how often the sides of a row take turns")
     parser.add_argument("--sides", default="", help="with commas between them; by default those of the row")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

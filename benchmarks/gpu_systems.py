@@ -3,9 +3,9 @@
     pip install --target build/site --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard
     PYTHONPATH=.:build/site python -m benchmarks.gpu_systems --size small --out systems.jsonl
 
-TorchTitan runs its own trainer, Llama, FSDP, pipeline and compilation, at the sizes of `gpu_ranks`, with the
-weights of the same seed and the same batch: the first ten losses agree. Output and conventions are those of
-`gpu_ranks`. A system that cannot be imported here says why in its rows.
+TorchTitan runs its own trainer, models, FSDP, experts, pipeline and compilation, at the sizes of `gpu_ranks`,
+with the weights of the same seed and the same batch: the first ten losses agree. Output and conventions are
+those of `gpu_ranks`. A system that cannot be imported here says why in its rows.
 """
 
 import argparse

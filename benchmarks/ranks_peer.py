@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.ranks_experts import ExpertsHere
 from benchmarks.ranks_rows import RANKS, SEED, Batch, Row, Shape, Size, adamw, batch_of, model_of
@@ -249,9 +250,22 @@ def own_stages(place: Place) -> list[PeerStage]:
     for stage in stages:
         if row.tp > 1:
             parallelize(stage, place.inner)
-        for block in stage.blocks if place.compiled else ():
-            block.compile(dynamic=False)
+        for block in stage.blocks:
+            prepare_block(place, block)
     return stages
+
+
+def prepare_block(place: Place, block: nn.Module) -> None:
+    """Let a block save its inputs alone, where its row says so, and compile it."""
+    if place.row.recompute:
+        block.forward = functools.partial(recomputed, block.forward)
+    if place.compiled:
+        block.compile(dynamic=False)
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Call a function that saves its inputs alone, and is called again by the backward."""
+    return cast(Tensor, checkpoint(function, *inputs, use_reentrant=False))
 
 
 def loss_of(place: Place) -> Callable[[Tensor, Tensor], Tensor]:

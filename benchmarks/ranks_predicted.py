@@ -31,7 +31,15 @@ from piper.simulate.profile import Profile, write_profile
 from piper.simulate.simulate import simulate
 from piper.train.measure import profile_of
 
-PREDICTED = {"interleaved": ("1f1b", "zbv"), "pp2_ep2": ("dualpipev_ep2",)}  # by what is profiled
+PREDICTED: dict[str, Sequence[str]] = {  # by what is profiled
+    "interleaved": ("1f1b", "zbv"),
+    "pp2_ep2": ("dualpipev_ep2", "interleaved_ep2"),
+    "pp2_ep2_wide": ("dualpipev_wide", "interleaved_wide"),
+    "streams_one": ("streams_own",),
+    "qwen3_ep4": (),
+    "deepseek_ep4": (),
+    "deepseek_pp2_ep2": (),
+}
 BAR = 0.10
 
 
@@ -58,9 +66,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.set_defaults(steps=10)
     parser.add_argument("--profiles", type=Path, help="a folder to which the profile of each row is written")
-    options = arguments(parser, [*PREDICTED], words)
+    options = arguments(parser, [*PREDICTED], words, steps=10)
     said = "benchmarks.ranks_predicted " + " ".join(sys.argv[1:] if words is None else words)
     torch.set_num_threads(1)
     with started(options, said) as (task, _):

@@ -29,8 +29,12 @@ KEY = b"ranks"
 class Probe:
     """Measures the process it is in."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, gib: float = 0.0) -> None:
+        """Take the device, and the memory of it that this process may have. 0: all there is."""
         self.on_gpu = device == "cuda"
+        if self.on_gpu and gib:
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole)
         self.profiler: torch.profiler.profile | None = None
 
     def reset(self) -> None:
@@ -135,6 +139,7 @@ class ProbedAdamW:
     address: str
     driver: int  # its process, in which nothing is to be measured
     device: str
+    gib: float
 
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
         name = f"probe of {self.driver}"
@@ -144,7 +149,7 @@ class ProbedAdamW:
 
     def answer(self) -> None:
         """Answer until the driver is gone."""
-        probe = Probe(self.device)
+        probe = Probe(self.device, self.gib)
         with Client(self.address, authkey=KEY) as connection:
             connection.send(os.getpid())
             try:
@@ -158,10 +163,10 @@ class ProbedAdamW:
 class Probes:
     """The driver's side: asks the workers of a run."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, gib: float = 0.0) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="probe")
         self.listener = Listener(str(Path(self.folder.name) / "way"), authkey=KEY)
-        self.device = device
+        self.device, self.gib = device, gib
         self.workers: dict[int, Connection] = {}
 
     def __enter__(self) -> Self:
@@ -178,7 +183,8 @@ class Probes:
     @property
     def optimizer(self) -> ProbedAdamW:
         """Return the function for the job."""
-        return ProbedAdamW(address=cast(str, self.listener.address), driver=os.getpid(), device=self.device)
+        address = cast(str, self.listener.address)
+        return ProbedAdamW(address=address, driver=os.getpid(), device=self.device, gib=self.gib)
 
     def meet(self, count: int) -> None:
         """Wait for so many workers, which have been launched."""

@@ -11,6 +11,7 @@ from torch import Tensor
 import piper
 from piper.models import decoder, moe
 from piper.models.causal import CausalDecoder, Sizes
+from tests import deepseek
 
 RANKS = 4
 SEED = 0
@@ -36,13 +37,15 @@ class Row:
     dp: int = 1  # replicas, of which each has its own samples
     tp: int = 1
     cp: int = 1
-    ep: int = 1  # over the replicas
+    ep: int = 1  # over the replicas, or neighbouring ones of them
     zero: int = 0
     keep: Literal["use", "step"] = "use"
     schedule: Schedule = ""
     capacity: float | None = None  # of blocks in which rows travel to experts
+    stream: str | None = None  # of reductions and exchanges of ours; None: each has its own
     graphs: bool = False  # ours issues a step as one graph
     halves: bool = False  # ours computes gradients of weights while those of inputs are on their way
+    recompute: bool = False  # layers save only their inputs, on both sides
     asked: float = 1.0  # of the peer's time at most
 
     @property
@@ -177,7 +180,16 @@ ROWS = {
             peer="",
             ours="dualpipe_v, experts sharded: beside pp2_ep2",
         ),
-        # The two above with experts so wide that their exchanges take about half as long as the computation.
+        Row(
+            name="interleaved_ep2",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="interleaved",
+            peer="",
+            ours="interleaved_1f1b, experts sharded: beside dualpipev_ep2",
+        ),
+        # These three with experts so wide that their exchanges take about half as long as the computation.
         Row(
             name="pp2_ep2_wide",
             pp=2,
@@ -196,9 +208,76 @@ ROWS = {
             peer="",
             ours="dualpipe_v, wide experts sharded: beside pp2_ep2_wide",
         ),
+        Row(
+            name="interleaved_wide",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="interleaved",
+            peer="",
+            ours="interleaved_1f1b, wide experts sharded: beside dualpipev_wide",
+        ),
+        Row(
+            name="streams_one",
+            dp=4,
+            ep=2,
+            stream="shared",
+            peer="",
+            ours="zero=0, experts over pairs, reductions and exchanges on one stream",
+        ),
+        Row(
+            name="streams_own",
+            dp=4,
+            ep=2,
+            peer="",
+            ours="zero=0, experts over pairs, a stream for each: beside streams_one",
+        ),
+        # Beside TorchTitan's own models, in `gpu_systems`.
+        Row(name="qwen3_ep4", dp=4, ep=4, zero=3, halves=True, peer="", ours="zero=3, experts sharded"),
+        Row(
+            name="deepseek_ep4",
+            dp=4,
+            ep=4,
+            zero=3,
+            halves=True,
+            peer="",
+            ours="zero=3, latent attention, a shared expert, the others sharded",
+        ),
+        Row(
+            name="deepseek_pp2_ep2",
+            pp=2,
+            dp=2,
+            ep=2,
+            zero=2,
+            keep="step",
+            schedule="1f1b",
+            peer="",
+            ours='one_f_one_b, zero=2, keep="step", experts sharded',
+        ),
+        Row(
+            name="largest_zero2",
+            pp=2,
+            dp=2,
+            zero=2,
+            schedule="1f1b",
+            recompute=True,
+            peer="Schedule1F1B + FSDP2, parameters stay gathered, checkpoint of each layer",
+            ours="one_f_one_b, zero=2, remat of each layer",
+        ),
+        Row(
+            name="largest_zero3",
+            pp=2,
+            dp=2,
+            zero=3,
+            schedule="1f1b",
+            recompute=True,
+            peer="Schedule1F1B + FSDP2, resharded after forward, checkpoint of each layer",
+            ours="one_f_one_b, zero=3, remat of each layer",
+        ),
         Row(name="cp4", cp=4, peer="DDP + context_parallel", ours="CP, ring, zigzag"),
     )
 }
+RECOMPUTED = [row.name for row in ROWS.values() if row.recompute]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,16 +321,46 @@ SMALL_MOE = moe.Config(
 WIDE_MOE = moe.Config(
     vocab=16_384, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, experts=8, top_k=1, hidden=16_384
 )
-WIDE = {"pp2_ep2_wide": (4, 8), "dualpipev_wide": (4, 8)}
+WIDE = dict.fromkeys(("pp2_ep2_wide", "dualpipev_wide", "interleaved_wide"), (4, 8))
+SMALL_LATENT = deepseek.Config(
+    vocab=16_384,
+    dim=1024,
+    layers=8,
+    heads=8,
+    kv_heads=8,
+    head_dim=128,
+    rope_dim=64,
+    q_rank=384,
+    kv_rank=256,
+    dense_hidden=4096,
+    experts=16,
+    top_k=4,
+    hidden=512,
+    balance=0.0,
+)
 MEDIUM = decoder.Config(vocab=32_768, dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=8192)
 LARGE = decoder.Config(vocab=32_768, dim=4096, layers=16, heads=32, kv_heads=8, head_dim=128, hidden=14_336)
 LARGE_MOE = moe.Config(
     vocab=32_768, dim=2048, layers=8, heads=16, kv_heads=8, head_dim=128, experts=64, top_k=4, hidden=1024
 )
+LARGE_LATENT = replace(
+    SMALL_LATENT,
+    vocab=32_768,
+    dim=2048,
+    heads=16,
+    kv_heads=16,
+    q_rank=768,
+    kv_rank=512,
+    dense_hidden=8192,
+    experts=64,
+    hidden=1024,
+)
+LATENT = {"deepseek_ep4": (4, 1), "deepseek_pp2_ep2": (4, 4)}
 TINY = decoder.Config(vocab=64, dim=32, layers=8, heads=4, kv_heads=4, head_dim=8, hidden=64)
 TINY_MOE = moe.Config(
     vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, experts=8, top_k=2, hidden=16, init_std=0.2
 )
+TINY_LATENT = replace(deepseek.Config.tiny(stages=1), balance=0.0)
 
 
 def shapes(
@@ -294,16 +403,23 @@ SIZES = {
                         "zbv": (8, 8),
                         "pp2_fsdp2": (12, 4),
                         "pp2_fsdp2_reshard": (12, 4),
+                        "largest_zero2": (12, 4),
+                        "largest_zero3": (12, 4),
                         "pp2_tp2": (4, 4),
                         "ep4": (4, 1),
                         "ep4_blocks": (4, 1),
                         "ep4_graphs": (4, 1),
                         "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
+                        "interleaved_ep2": (4, 4),
+                        "streams_one": (4, 1),
+                        "streams_own": (4, 1),
+                        "qwen3_ep4": (4, 1),
                     },
                 ),
                 **shapes(SMALL, WIDE_MOE, 1024, WIDE),
                 "1f1b": Shape(model=SMALL, length=1024, samples=8, microbatches=8, budget=0.8, ahead=1),
+                **shapes(SMALL, SMALL_LATENT, 1024, LATENT),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
             },
         ),
@@ -321,11 +437,17 @@ SIZES = {
                         "fsdp": (12, 1),
                         "pp2_fsdp2": (6, 4),
                         "pp2_fsdp2_reshard": (6, 4),
+                        "largest_zero2": (6, 4),
+                        "largest_zero3": (6, 4),
                         "ep4": (8, 1),
                         "ep4_blocks": (8, 1),
                         "ep4_graphs": (8, 1),
                         "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
+                        "interleaved_ep2": (4, 4),
+                        "streams_one": (8, 1),
+                        "streams_own": (8, 1),
+                        "qwen3_ep4": (8, 1),
                     },
                     {"pp2_fsdp2_reshard": 0.35, "pp2_ep2": 0.2},
                 ),
@@ -344,6 +466,7 @@ SIZES = {
                     {"pp2_tp2": 0.4},
                 ),
                 **shapes(LARGE, WIDE_MOE, 1024, WIDE),
+                **shapes(LARGE, LARGE_LATENT, 1024, LATENT),
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
             },
         ),
@@ -355,6 +478,7 @@ TINY_SIZE = Size(  # for a host without GPUs
         **shapes(
             TINY, TINY_MOE, 16, {name: (2, 8 if ROWS[name].pp > 1 else 1) for name in ROWS if name != "cp4"}
         ),
+        **shapes(TINY, TINY_LATENT, 16, {"deepseek_ep4": (2, 1), "deepseek_pp2_ep2": (2, 8)}),
         "cp4": Shape(model=TINY, length=64, samples=1),
     },
     precision="fp32",
@@ -364,6 +488,8 @@ SIZES |= {"tiny": TINY_SIZE, "tiny-bf16": replace(TINY_SIZE, name="tiny-bf16", p
 
 def model_of(config: Sizes) -> CausalDecoder:
     """Build the whole model of a row."""
+    if isinstance(config, deepseek.Config):
+        return deepseek.DeepSeekDecoder(config)
     return moe.MoEDecoder(config) if isinstance(config, moe.Config) else decoder.Decoder(config)  # type: ignore[arg-type]
 
 
@@ -391,11 +517,19 @@ def strategy_of(row: Row, shape: Shape) -> list[piper.Directive]:
             ring = piper.shard(selected, devices, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
             strategy.append(ring)
         elif row.dp > 1:
-            strategy.append(piper.replicate(selected, devices, zero=row.zero, keep=row.keep))
+            replicas = piper.replicate(
+                selected, devices, zero=row.zero, keep=row.keep, reduce_stream=row.stream
+            )
+            strategy.append(replicas)
         else:
             strategy.append(piper.place(selected, devices))
         if row.ep > 1:
-            strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices, capacity=row.capacity))
+            experts = piper.at(PP=stage, EP="*")
+            strategy.append(
+                piper.shard(experts, devices, ways=row.ep, stream=row.stream, capacity=row.capacity)
+            )
+    if row.recompute:
+        strategy.append(piper.remat(piper.at(LAYER="*"), 0))
     if shape.budget is not None:
         strategy.append(piper.remat(piper.at(PP=0), budget=shape.budget))
     if shape.microbatches > 1:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol, cast
@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 import piper
 from benchmarks.ranks_peer import peer_rank
 from benchmarks.ranks_probe import Probe, Probes
-from benchmarks.ranks_rows import RANKS, ROWS, SIZES, batch_of, job_of
+from benchmarks.ranks_rows import RANKS, ROWS, SIZES, Size, batch_of, job_of
 from piper.compiler import Program
 
 GIB = 2**30
@@ -53,6 +53,8 @@ class Task:
     by_layer: bool | None = None
     profile: bool = False
     port: int = 0
+    samples: int | None = None  # of a microbatch; None: those of the row
+    gib: float = 0.0  # of a rank, of which its allocator refuses more; 0: all there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,15 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
+def size_of(task: Task) -> Size:
+    """Return the size of a task, with the task's own samples in a microbatch."""
+    size = SIZES[task.size]
+    if task.samples is None:
+        return size
+    shape = replace(size.shapes[task.row], samples=task.samples)
+    return replace(size, shapes={**size.shapes, task.row: shape})
+
+
 # the peer
 
 
@@ -130,7 +141,7 @@ def train_peer(task: Task, rank: int) -> Figures:
 
 def measure_peer(task: Task, rank: int, begin: float) -> Figures:
     """Build a rank of the peer, and time its steps, which begin and end together on all ranks."""
-    probe = Probe(task.device)
+    probe = Probe(task.device, task.gib)
 
     def together() -> float:
         if task.device == "cuda":
@@ -139,7 +150,7 @@ def measure_peer(task: Task, rank: int, begin: float) -> Figures:
         return time.perf_counter()
 
     times, losses, norm = [], [], 0.0
-    row, size = ROWS[task.row], SIZES[task.size]
+    row, size = ROWS[task.row], size_of(task)
     with peer_rank(row, size, rank, task.device, compiled=task.compiled) as peer:
         build_s = time.perf_counter() - begin
         for step in range(task.steps):
@@ -180,10 +191,10 @@ def launched(program: Program, *, graphs: bool = False) -> piper.Run:
 def train_piper(task: Task) -> Figures:
     """Train a row with Piper."""
     begin = time.perf_counter()
-    row, size = ROWS[task.row], SIZES[task.size]
+    row, size = ROWS[task.row], size_of(task)
     batch = batch_of(row, size.shapes[task.row])
     times, losses, norm, repeated = [], [], 0.0, 0
-    with Probes(task.device) as probes:
+    with Probes(task.device, task.gib) as probes:
         job = job_of(row, size, probes.optimizer, task.by_layer)
         program = piper.compile(job, device=task.device, compile=task.compiled, cache=task.cache)
         with launched(program, graphs=row.graphs and task.device == "cuda") as run:

@@ -1,8 +1,8 @@
 """TorchTitan itself as a side of `gpu_systems`: its own trainer, model, schedules and compilation.
 
 It needs `torchtitan`, `torchdata` and `tyro` on the path. What its trainer imports beyond that and does not
-use here is replaced by empty modules. Its Llama is the decoder of the other sides: the weights of the seed
-are given to it, with the features of heads in the order of its rotary embedding.
+use here is replaced by empty modules. Its Llama, Qwen3 and DeepSeek-V3 are the models of the other sides: the
+weights of the seed are given to them, with the features of heads in the order of their rotary embeddings.
 """
 
 import dataclasses
@@ -18,13 +18,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.ranks_probe import Probe
 from benchmarks.ranks_rows import RANKS, ROWS, SEED, SIZES, Row, Shape, batch_of, model_of
 from benchmarks.ranks_sides import WARM, Figures, Task
-from piper.models import decoder
+from benchmarks.ranks_titan_experts import (
+    as_titan_experts,
+    deepseek_v3,
+    let_experts_run_on_the_host,
+    qwen3,
+)
+from piper.models import decoder, moe
+from piper.models.causal import Sizes
+from tests import deepseek
 
-ROWS_OF_TITAN = ("fsdp", "pp2_fsdp2", "pp2_fsdp2_reshard")
+ROWS_OF_TITAN = (  # its Qwen3 has no pipeline
+    "fsdp",
+    "pp2_fsdp2",
+    "pp2_fsdp2_reshard",
+    "qwen3_ep4",
+    "deepseek_ep4",
+    "deepseek_pp2_ep2",
+)
 LOGGED = 10  # steps whose losses it reports
 BATCH = "input"
 
@@ -43,6 +59,15 @@ def empty_modules() -> None:
         vars(module).update(names[name][1])
 
 
+def prepare_for(device: str) -> None:
+    """Let TorchTitan be imported here, and run without a GPU if this is the host."""
+    if device == "cpu":  # it would look for a GPU
+        torch._utils._get_available_device_type = lambda: "cpu"
+    empty_modules()
+    if device == "cpu":
+        let_experts_run_on_the_host()
+
+
 def environment_of(task: Task, rank: int) -> dict[str, str]:
     """Return what torchrun would set."""
     return {
@@ -59,9 +84,7 @@ def train_titan(task: Task, rank: int) -> Figures:
     """Train a row as a rank of TorchTitan."""
     begin = time.perf_counter()
     os.environ.update(environment_of(task, rank))
-    if task.device == "cpu":  # it would look for a GPU
-        torch._utils._get_available_device_type = lambda: "cpu"
-    empty_modules()
+    prepare_for(task.device)
     try:
         return measure_titan(task, begin)
     finally:
@@ -104,13 +127,40 @@ def measure_titan(task: Task, begin: float) -> Figures:
 
 def trainer_of(task: Task) -> Any:  # noqa: ANN401  TorchTitan is not installed where types are checked
     """Return TorchTitan's trainer of a row."""
+    row, size = ROWS[task.row], SIZES[task.size]
+    shape = size.shapes[task.row]
+    on_gpu = task.device == "cuda"
+    family, args = family_of(shape.model, on_gpu=on_gpu)
+
+    def samples(replica: int) -> tuple[Tensor, Tensor]:
+        batch = batch_of(row, shape)
+        return batch["tokens"].chunk(row.dp)[replica], batch["labels"].chunk(row.dp)[replica]
+
+    trainer = built_trainer(family, args, samples, words_of(task, row, shape), on_gpu=on_gpu)
+    for part in trainer.model_parts:
+        if part.norm is not None:  # that of DeepSeek-V3 has no eps, so its type would decide
+            part.norm.eps = shape.model.eps
+        for module in part.modules() if not on_gpu else ():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # the host has no other
+    return trainer
+
+
+def family_of(config: Sizes, *, on_gpu: bool) -> tuple[Any, Any]:
+    """Return TorchTitan's module of a model, and its arguments."""
+    if isinstance(config, moe.Config):
+        return qwen3(config, on_gpu=on_gpu)
+    if isinstance(config, deepseek.Config):
+        return deepseek_v3(config, on_gpu=on_gpu)
+    assert isinstance(config, decoder.Config) and config.head_dim * config.heads == config.dim
+    return llama(config)
+
+
+def llama(config: decoder.Config) -> tuple[Any, Any]:
+    """Return TorchTitan's Llama and its arguments."""
     from torchtitan.models import llama3
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-    row, size = ROWS[task.row], SIZES[task.size]
-    shape = size.shapes[task.row]
-    config = shape.model
-    assert isinstance(config, decoder.Config) and config.head_dim * config.heads == config.dim
     args = llama3.TransformerModelArgs(
         dim=config.dim,
         n_layers=config.layers,
@@ -123,12 +173,7 @@ def trainer_of(task: Task) -> Any:  # noqa: ANN401  TorchTitan is not installed 
         rope_theta=config.rope_base,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
     )
-
-    def samples(replica: int) -> tuple[Tensor, Tensor]:
-        batch = batch_of(row, shape)
-        return batch["tokens"].chunk(row.dp)[replica], batch["labels"].chunk(row.dp)[replica]
-
-    return built_trainer(llama3, args, samples, words_of(task, row, shape), on_gpu=task.device == "cuda")
+    return llama3, args
 
 
 def built_trainer(
@@ -205,6 +250,7 @@ def words_of(task: Task, row: Row, shape: Shape) -> list[str]:
         "training.steps": task.steps,
         "training.mixed_precision_param": "bfloat16" if SIZES[task.size].precision == "bf16" else "float32",
         "parallelism.data_parallel_shard_degree": row.dp,
+        "parallelism.expert_parallel_degree": row.ep,
         "parallelism.pipeline_parallel_degree": row.pp,
         "parallelism.pipeline_parallel_schedule": "1F1B",
         "parallelism.pipeline_parallel_microbatch_size": shape.samples,
@@ -235,7 +281,7 @@ def load_weights(trainer: Any, task: Task) -> None:  # noqa: ANN401
         if turn == dist.get_rank():
             torch.manual_seed(SEED)
             with torch.device(task.device):
-                state = as_titan(model_of(config).state_dict(), config.head_dim)
+                state = weights_of(config)
         dist.barrier()
     options = StateDictOptions(full_state_dict=True, strict=False)
     for part in trainer.model_parts:
@@ -245,6 +291,14 @@ def load_weights(trainer: Any, task: Task) -> None:  # noqa: ANN401
     del state
     if task.device == "cuda":
         torch.cuda.empty_cache()
+
+
+def weights_of(config: Sizes) -> dict[str, Tensor]:
+    """Return a model's first weights under TorchTitan's names."""
+    state = model_of(config).state_dict()
+    if isinstance(config, moe.Config | deepseek.Config):
+        return as_titan_experts(state, config)
+    return as_titan(state, config.head_dim)
 
 
 NAMES = {

@@ -1,18 +1,30 @@
 """The weights that `benchmarks/gpu_systems.py` gives to TorchTitan: the same function under its conventions."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_systems
 from benchmarks.ranks_rows import ROWS, SIZES, model_of
-from benchmarks.ranks_titan import as_titan
+from benchmarks.ranks_titan import as_titan, weights_of
+from benchmarks.ranks_titan_experts import with_neighbours
 from piper.models.layers import rope, rotate
+from tests import deepseek
 
+ROOT = Path(gpu_systems.__file__).parents[1]
+TOLERANCE = 2e-5  # of float32 sums in another order, over a few steps
 HEADS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 16, 5
 
 
 def neighbours_turned(x: Tensor, base: float) -> Tensor:
     """Turn features 2i and 2i + 1 of [heads, length, head_dim] together, as complex numbers."""
-    angles = torch.arange(LENGTH)[:, None] / base ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.arange(LENGTH)[:, None] / base ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)
     return torch.view_as_real(turned).flatten(-2)
 
@@ -51,3 +63,53 @@ def test_every_weight_has_its_name() -> None:
         "norm.weight",
         "output.weight",
     }
+
+
+def test_latent_queries_meet_keys_as_before() -> None:
+    torch.manual_seed(0)
+    config = deepseek.Config.tiny()
+    plain, turned, x = config.head_dim, config.rope_dim, torch.randn(LENGTH, WIDTH)
+    rotation = rope(LENGTH, turned, 100.0, like=x)
+    q, k = torch.randn(config.heads * (plain + turned), WIDTH), torch.randn(config.kv_rank + turned, WIDTH)
+
+    def parts(weight: Tensor, heads: int) -> tuple[Tensor, ...]:
+        by_head = (x @ weight.T).view(LENGTH, heads, -1).transpose(0, 1)
+        return by_head.split([by_head.shape[-1] - turned, turned], dim=-1)
+
+    (q_plain, q_turned), (latent, k_turned) = parts(q, config.heads), parts(k, 1)
+    their_q_plain, their_q_turned = parts(with_neighbours(q, config, config.heads), config.heads)
+    their_latent, their_k_turned = parts(with_neighbours(k, config, 1), 1)
+    torch.testing.assert_close((their_q_plain, their_latent), (q_plain, latent))
+    ours = rotate(q_turned, rotation) @ rotate(k_turned, rotation).mT
+    theirs = neighbours_turned(their_q_turned, 100.0) @ neighbours_turned(their_k_turned, 100.0).mT
+    torch.testing.assert_close(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("row", "count"), [("qwen3_ep4", 4 * 12 + 3), ("deepseek_ep4", 4 * 9 + 3 + 3 * 7 + 3)]
+)
+def test_every_weight_of_experts_has_its_name(row: str, count: int) -> None:
+    config = SIZES["tiny"].shapes[row].model
+    named = weights_of(config)
+    assert len(named) == count
+    assert not {part for name in named for part in name.split(".")} & {"ffn", "gate_up", "down"}
+    assert named["layers.3.moe.experts.w1"].shape == (8, 16, 32)
+    assert named["layers.3.moe.experts.w2"].shape == (8, 32, 16)
+    assert named["layers.3.moe.router.gate.weight"].shape == (8, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="TorchTitan is not installed")
+def test_torchtitan_has_the_same_losses(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["--systems", "torchtitan", "--rows", "qwen3_ep4,deepseek_pp2_ep2", "--out", str(out)]
+    words += ["--device", "cpu", "--size", "tiny", "--eager", "--steps", "4", "--cache", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu_systems", *words], cwd=ROOT, check=True)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["side"] for line in lines] == ["torchtitan", "piper"] * 2
+    for titan, ours in zip(lines[::2], lines[1::2], strict=True):
+        assert "error" not in titan, titan["error"]
+        assert "error" not in ours, ours["error"]
+        assert ours["losses"] == pytest.approx(titan["losses"], rel=TOLERANCE), ours["row"]
+        assert ours["norm"] == pytest.approx(titan["norm"], rel=TOLERANCE), ours["row"]
