@@ -74,7 +74,7 @@ def test_latent_queries_meet_keys_as_before() -> None:
 
     def parts(weight: Tensor, heads: int) -> tuple[Tensor, ...]:
         by_head = (x @ weight.T).view(LENGTH, heads, -1).transpose(0, 1)
-        return by_head.split([by_head.shape[-1] - turned, turned], dim=-1)
+        return tuple(by_head.split([by_head.shape[-1] - turned, turned], dim=-1))
 
     (q_plain, q_turned), (latent, k_turned) = parts(q, config.heads), parts(k, 1)
     their_q_plain, their_q_turned = parts(with_neighbours(q, config, config.heads), config.heads)
