@@ -11,15 +11,24 @@ those of `gpu_ranks`. A system that cannot be imported here says why in its rows
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 
 from benchmarks.gpu_ranks import arguments, run_rows, started
+from benchmarks.ranks_deepspeed import ROWS_OF_STAGE, train_deepspeed
+from benchmarks.ranks_megatron import ROWS_OF_MEGATRON, ROWS_OF_ZERO1, train_megatron
 from benchmarks.ranks_rows import RANKS
 from benchmarks.ranks_sides import Figures, ProcessSide, Task, serve, side_of
 from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
 
 SYSTEMS: dict[str, tuple[Callable[[Task, int], Figures], Sequence[str]]] = {
     "torchtitan": (train_titan, ROWS_OF_TITAN),
+    "megatron": (train_megatron, ROWS_OF_MEGATRON),
+    "megatron_zero1": (partial(train_megatron, zero1=True), ROWS_OF_ZERO1),
+    **{
+        f"deepspeed_zero{stage}": (partial(train_deepspeed, stage=stage), rows)
+        for stage, rows in ROWS_OF_STAGE.items()
+    },
 }
 
 
