@@ -354,6 +354,7 @@ LARGE_LATENT = replace(
     hidden=1024,
 )
 LATENT = {"deepseek_ep4": (4, 1), "deepseek_pp2_ep2": (4, 4)}
+LARGEST = {"largest_zero2": (12, 4), "largest_zero3": (12, 4)}  # few words, so that logits decide less
 TINY = decoder.Config(vocab=64, dim=32, layers=8, heads=4, kv_heads=4, head_dim=8, hidden=64)
 TINY_MOE = moe.Config(
     vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, experts=8, top_k=2, hidden=16, init_std=0.2
@@ -402,8 +403,6 @@ SIZES = {
                         "zbv": (8, 8),
                         "pp2_fsdp2": (12, 4),
                         "pp2_fsdp2_reshard": (12, 4),
-                        "largest_zero2": (12, 4),
-                        "largest_zero3": (12, 4),
                         "pp2_tp2": (4, 4),
                         "ep4": (4, 1),
                         "ep4_blocks": (4, 1),
@@ -418,6 +417,7 @@ SIZES = {
                 ),
                 **shapes(SMALL, WIDE_MOE, 1024, WIDE),
                 **shapes(SMALL, SMALL_LATENT, 1024, LATENT),
+                **shapes(replace(SMALL, vocab=4096), SMALL_MOE, 1024, LARGEST),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
             },
         ),
@@ -435,8 +435,6 @@ SIZES = {
                         "fsdp": (12, 1),
                         "pp2_fsdp2": (6, 4),
                         "pp2_fsdp2_reshard": (6, 4),
-                        "largest_zero2": (6, 4),
-                        "largest_zero3": (6, 4),
                         "ep4": (8, 1),
                         "ep4_blocks": (8, 1),
                         "ep4_graphs": (8, 1),
@@ -465,6 +463,7 @@ SIZES = {
                 ),
                 **shapes(LARGE, WIDE_MOE, 1024, WIDE),
                 **shapes(LARGE, LARGE_LATENT, 1024, LATENT),
+                **shapes(replace(MEDIUM, vocab=4096), LARGE_MOE, 1024, LARGEST),
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
             },
         ),
