@@ -1,6 +1,6 @@
 """The largest microbatch that fits in the memory of a rank: Piper beside PipelineStage and FSDP2.
 
-    python -m benchmarks.ranks_largest --rows largest_zero3 --gib 8
+    python -m benchmarks.ranks_largest --rows largest_zero3 --gib 6
     python -m benchmarks.ranks_largest --device cpu --size tiny --eager  # no GPU: the losses alone
 
 Two pipeline ranks of two replicas under 1F1B. Layers save only their inputs, on both sides. Memory is a line
@@ -114,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gib", type=float, default=8.0, help="the memory of a rank")
+    parser.add_argument("--gib", type=float, default=6.0, help="the memory of a rank")
     parser.add_argument("--measured", default="8,16", help="two small numbers of samples in a microbatch")
     parser.add_argument("--hard", action="store_true", help="let allocators refuse more memory")
     options = arguments(parser, RECOMPUTED, words, steps=STEPS)

@@ -364,6 +364,7 @@ LARGE_LATENT = replace(
     hidden=1024,
 )
 LATENT = {"deepseek_ep4": (4, 1), "deepseek_pp2_ep2": (4, 4)}
+LARGEST = {"largest_zero2": (12, 4), "largest_zero3": (12, 4)}  # few words, so that logits decide less
 TINY = decoder.Config(vocab=64, dim=32, layers=8, heads=4, kv_heads=4, head_dim=8, hidden=64)
 TINY_MOE = moe.Config(
     vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, experts=8, top_k=2, hidden=16, init_std=0.2
@@ -412,8 +413,6 @@ SIZES = {
                         "zbv": (8, 8),
                         "pp2_fsdp2": (12, 4),
                         "pp2_fsdp2_reshard": (12, 4),
-                        "largest_zero2": (12, 4),
-                        "largest_zero3": (12, 4),
                         "pp2_tp2": (4, 4),
                         "ep4": (4, 1),
                         "ep4_blocks": (4, 1),
@@ -429,6 +428,7 @@ SIZES = {
                 **shapes(SMALL, WIDE_MOE, 1024, WIDE),
                 "1f1b_ahead": Shape(model=SMALL, length=1024, samples=8, microbatches=8, ahead=1),
                 **shapes(SMALL, SMALL_LATENT, 1024, LATENT),
+                **shapes(replace(SMALL, vocab=4096), SMALL_MOE, 1024, LARGEST),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
             },
         ),
@@ -446,8 +446,6 @@ SIZES = {
                         "fsdp": (12, 1),
                         "pp2_fsdp2": (6, 4),
                         "pp2_fsdp2_reshard": (6, 4),
-                        "largest_zero2": (6, 4),
-                        "largest_zero3": (6, 4),
                         "ep4": (8, 1),
                         "ep4_blocks": (8, 1),
                         "ep4_graphs": (8, 1),
@@ -477,6 +475,7 @@ SIZES = {
                 ),
                 **shapes(LARGE, WIDE_MOE, 1024, WIDE),
                 **shapes(LARGE, LARGE_LATENT, 1024, LATENT),
+                **shapes(replace(MEDIUM, vocab=4096), LARGE_MOE, 1024, LARGEST),
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
             },
         ),
