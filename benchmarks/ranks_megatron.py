@@ -254,7 +254,7 @@ def widen(
         return
     for chunk, state in zip(chunks, weights, strict=True):
         for name, param in chunk.named_parameters():
-            param.main_param.copy_(state[name.replace("_orig_mod.", "")])
+            param.main_param.copy_(state[name])
 
 
 def transformer_config(task: MegatronTask) -> Any:  # noqa: ANN401
@@ -300,7 +300,10 @@ def gpt(task: MegatronTask, config: Any, virtual: int | None) -> Any:  # noqa: A
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceNorm
@@ -310,7 +313,9 @@ def gpt(task: MegatronTask, config: Any, virtual: int | None) -> Any:  # noqa: A
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=SequenceNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * count, layer_norm=SequenceNorm
+        ),
         vocab_size=task.config.vocab,
         max_sequence_length=task.shape.length,
         pre_process=first,
@@ -424,7 +429,11 @@ class OnHost(TorchFunctionMode):
     """Takes the host for a CUDA device: Megatron names that itself."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         named = dict(kwargs or {})
         if named.get("device") == "cuda":

@@ -1,12 +1,21 @@
-"""The weights that `benchmarks/gpu_systems.py` gives to TorchTitan: the same function under its conventions."""
+"""What `benchmarks/gpu_systems.py` gives to other systems: TorchTitan's weights under its conventions, and our numbers."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_systems
 from benchmarks.ranks_rows import ROWS, SIZES, model_of
 from benchmarks.ranks_titan import as_titan
 from piper.models.layers import rope, rotate
 
+ROOT = Path(gpu_systems.__file__).parents[1]
 HEADS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 16, 5
 
 
@@ -51,3 +60,29 @@ def test_every_weight_has_its_name() -> None:
         "norm.weight",
         "output.weight",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("package", "row", "systems"),
+    [
+        ("megatron", "tp4", ["megatron"]),
+        ("megatron", "interleaved", ["megatron"]),
+        ("megatron", "pp2_fsdp2", ["megatron_zero1"]),
+        ("deepspeed", "fsdp", ["deepspeed_zero2", "deepspeed_zero3"]),
+    ],
+)
+def test_a_system_has_our_numbers(tmp_path: Path, package: str, row: str, systems: list[str]) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    out = tmp_path / "out.jsonl"
+    words = ["--device", "cpu", "--size", "tiny", "--eager", "--steps", "4", "--rows", row]
+    words += ["--systems", ",".join(systems), "--out", str(out), "--cache", str(tmp_path / "cache")]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu_systems", *words], cwd=ROOT, check=True)
+    *theirs, ours = (json.loads(line) for line in out.read_text().splitlines())
+    assert [line["side"] for line in (*theirs, ours)] == [*systems, "piper"]
+    for line in theirs:
+        assert "error" not in line, line["error"]
+        assert line["losses"] == pytest.approx(ours["losses"], rel=1e-6)
+        assert line["norm"] == pytest.approx(ours["norm"], rel=1e-6)
