@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 
 from benchmarks.gpu_ranks import arguments, run_rows, started
 from benchmarks.ranks_deepspeed import ROWS_OF_STAGE, train_deepspeed
-from benchmarks.ranks_megatron import ROWS_OF_MEGATRON, ROWS_OF_ZERO1, train_megatron
+from benchmarks.ranks_megatron import ROWS_OF_BLOCKS, ROWS_OF_MEGATRON, ROWS_OF_ZERO1, train_megatron
 from benchmarks.ranks_rows import RANKS
 from benchmarks.ranks_sides import Figures, ProcessSide, Task, serve, side_of
 from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
@@ -34,6 +34,7 @@ from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
 SYSTEMS: dict[str, tuple[Callable[[Task, int], Figures], Sequence[str]]] = {
     "torchtitan": (train_titan, ROWS_OF_TITAN),
     "megatron": (train_megatron, ROWS_OF_MEGATRON),
+    "megatron_compiled": (partial(train_megatron, blocks=True), ROWS_OF_BLOCKS),
     "megatron_zero1": (partial(train_megatron, zero1=True), ROWS_OF_ZERO1),
     **{
         f"deepspeed_zero{stage}": (partial(train_deepspeed, stage=stage), rows)

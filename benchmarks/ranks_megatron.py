@@ -32,6 +32,7 @@ from benchmarks.ranks_sides import WARM, Figures, Task
 from piper.models import decoder
 
 ROWS_OF_MEGATRON = ("ddp", "tp4", "1f1b", "interleaved", "pp2_tp2")
+ROWS_OF_BLOCKS = ("ddp", "1f1b", "interleaved")
 ROWS_OF_ZERO1 = ("fsdp", "pp2_fsdp2")
 LOGGED = 10  # steps whose losses are reported
 HOST = torch.device("cpu")
