@@ -5,7 +5,8 @@ local layers have two modules in their place, given by its own specification: at
 `scaled_dot_product_attention`, since its own keeps the whole matrix of scores, and torch's RMSNorm marked for
 sequence parallelism, which its own refuses. Its fusions are those that it compiles by `torch.compile`, and
 torch's AdamW is the fused one. `zero1` is its distributed optimizer: optimizer state sharded, parameters and
-gradients whole. `blocks` compiles its layers, which it does not do itself.
+gradients whole. `blocks` compiles its layers, which it does not do itself. Context parallelism needs
+Transformer Engine, so there is no such row.
 
 The decoder of the other sides is its GPT model: the weights of the seed are given to it, also to its float32
 copies. Gradients are added and reduced in float32.
@@ -333,7 +334,7 @@ class SequenceNorm:
     """Builds an RMSNorm whose gradient Megatron sums over the ranks of sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> nn.RMSNorm:  # type: ignore[misc]  # noqa: ANN401
-        norm = nn.RMSNorm(hidden_size, eps=eps)
+        norm = nn.RMSNorm(hidden_size, eps=eps, device=torch.cuda.current_device())
         norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
