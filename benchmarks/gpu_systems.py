@@ -1,11 +1,21 @@
 """Piper beside the systems themselves, as whole jobs of four NCCL ranks on one GPU.
 
-    pip install --target build/site --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard
+    pip download --no-deps --dest build/wheels -c constraints.txt --only-binary :all: --python-version 312 \\
+        --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \\
+        torchtitan torchdata tyro docstring-parser typeguard megatron-core einops hjson py-cpuinfo psutil \\
+        pydantic pydantic-core annotated-types typing-inspection typing-extensions tqdm
+    DS_BUILD_OPS=0 pip wheel --no-deps --wheel-dir build/wheels deepspeed==0.19.8
+    for wheel in build/wheels/*.whl; do unzip -qo $wheel -d build/site; done
     PYTHONPATH=.:build/site python -m benchmarks.gpu_systems --size small --out systems.jsonl
 
-TorchTitan runs its own trainer, models, FSDP, experts, pipeline and compilation, at the sizes of `gpu_ranks`,
-with the weights of the same seed and the same batch: the first ten losses agree. Output and conventions are
-those of `gpu_ranks`. A system that cannot be imported here says why in its rows.
+The folder is for Python 3.12, beside torch, numpy, packaging and msgpack; it takes 35 MB, and 27 without
+`deepspeed/ops/csrc` and without symbols. All systems run at the sizes of `gpu_ranks`, with the weights of the
+same seed and the same batch: the first ten losses agree. TorchTitan runs its own trainer, models, FSDP,
+experts, pipeline and compilation; Megatron-Core its own GPT model, schedules, tensor and data parallelism and
+optimizer, without Transformer Engine and Apex; DeepSpeed its engine with ZeRO around our decoder in plain
+PyTorch. The name of a side says what is sharded where it is not the row's: `megatron_zero1` only optimizer
+state, `deepspeed_zero0` nothing. Output and conventions are those of `gpu_ranks`. A system that cannot be
+imported here, or fails, says why in its rows.
 """
 
 import argparse
@@ -16,7 +26,7 @@ from multiprocessing.connection import Connection
 
 from benchmarks.gpu_ranks import arguments, run_rows, started
 from benchmarks.ranks_deepspeed import ROWS_OF_STAGE, train_deepspeed
-from benchmarks.ranks_megatron import ROWS_OF_MEGATRON, ROWS_OF_ZERO1, train_megatron
+from benchmarks.ranks_megatron import ROWS_OF_BLOCKS, ROWS_OF_MEGATRON, ROWS_OF_ZERO1, train_megatron
 from benchmarks.ranks_rows import RANKS
 from benchmarks.ranks_sides import Figures, ProcessSide, Task, serve, side_of
 from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
@@ -24,6 +34,7 @@ from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
 SYSTEMS: dict[str, tuple[Callable[[Task, int], Figures], Sequence[str]]] = {
     "torchtitan": (train_titan, ROWS_OF_TITAN),
     "megatron": (train_megatron, ROWS_OF_MEGATRON),
+    "megatron_compiled": (partial(train_megatron, blocks=True), ROWS_OF_BLOCKS),
     "megatron_zero1": (partial(train_megatron, zero1=True), ROWS_OF_ZERO1),
     **{
         f"deepspeed_zero{stage}": (partial(train_deepspeed, stage=stage), rows)

@@ -23,6 +23,7 @@ from piper.models.causal import CausalDecoder
 from piper.models.layers import Block
 
 ROWS_OF_STAGE = {0: ("ddp",), 1: ("ddp",), 2: ("fsdp",), 3: ("fsdp",)}  # by ZeRO's stage
+BUCKET = 50_000_000  # values
 LOGGED = 10  # steps whose losses are reported
 
 
@@ -109,9 +110,15 @@ def engine_of(task: Task, stage: int) -> Any:  # noqa: ANN401  DeepSpeed is not 
         config=config_of(stage, size.shapes[task.row].samples, bf16=size.precision == "bf16"),
         dist_init_required=False,
     )
-    if size.precision == "bf16":
+    if size.precision == "bf16" and stage:
         for name, param in engine.module.named_parameters():
             safe_set_full_fp32_param(param, state[name])
+    elif size.precision == "bf16":
+        wide = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        copies = {id(param): copy for pair in wide for param, copy in zip(*pair, strict=True)}
+        with torch.no_grad():
+            for name, param in engine.module.named_parameters():
+                copies[id(param)].copy_(state[name])
     del state
     if task.device == "cuda":
         torch.cuda.empty_cache()
@@ -143,6 +150,7 @@ def config_of(stage: int, samples: int, *, bf16: bool) -> Mapping[str, object]:
     zero: dict[str, object] = {"stage": stage}
     if stage:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        zero |= {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}  # their default takes GiB
     kept = {"grad_accum_dtype": "fp32"} if stage else {}  # without ZeRO it takes no other type than bf16
     return {
         "train_micro_batch_size_per_gpu": samples,

@@ -5,7 +5,8 @@ local layers have two modules in their place, given by its own specification: at
 `scaled_dot_product_attention`, since its own keeps the whole matrix of scores, and torch's RMSNorm marked for
 sequence parallelism, which its own refuses. Its fusions are those that it compiles by `torch.compile`, and
 torch's AdamW is the fused one. `zero1` is its distributed optimizer: optimizer state sharded, parameters and
-gradients whole. `blocks` compiles its layers, which it does not do itself.
+gradients whole. `blocks` compiles its layers, which it does not do itself. Context parallelism needs
+Transformer Engine, so there is no such row.
 
 The decoder of the other sides is its GPT model: the weights of the seed are given to it, also to its float32
 copies. Gradients are added and reduced in float32.
@@ -32,6 +33,7 @@ from benchmarks.ranks_sides import WARM, Figures, Task
 from piper.models import decoder
 
 ROWS_OF_MEGATRON = ("ddp", "tp4", "1f1b", "interleaved", "pp2_tp2")
+ROWS_OF_BLOCKS = ("ddp", "1f1b", "interleaved")
 ROWS_OF_ZERO1 = ("fsdp", "pp2_fsdp2")
 LOGGED = 10  # steps whose losses are reported
 HOST = torch.device("cpu")
@@ -254,7 +256,7 @@ def widen(
         return
     for chunk, state in zip(chunks, weights, strict=True):
         for name, param in chunk.named_parameters():
-            param.main_param.copy_(state[name.replace("_orig_mod.", "")])
+            param.main_param.copy_(state[name])
 
 
 def transformer_config(task: MegatronTask) -> Any:  # noqa: ANN401
@@ -300,7 +302,10 @@ def gpt(task: MegatronTask, config: Any, virtual: int | None) -> Any:  # noqa: A
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceNorm
@@ -310,7 +315,9 @@ def gpt(task: MegatronTask, config: Any, virtual: int | None) -> Any:  # noqa: A
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=virtual)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=SequenceNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * count, layer_norm=SequenceNorm
+        ),
         vocab_size=task.config.vocab,
         max_sequence_length=task.shape.length,
         pre_process=first,
@@ -327,7 +334,7 @@ class SequenceNorm:
     """Builds an RMSNorm whose gradient Megatron sums over the ranks of sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> nn.RMSNorm:  # type: ignore[misc]  # noqa: ANN401
-        norm = nn.RMSNorm(hidden_size, eps=eps)
+        norm = nn.RMSNorm(hidden_size, eps=eps, device=torch.cuda.current_device())
         norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
@@ -424,7 +431,11 @@ class OnHost(TorchFunctionMode):
     """Takes the host for a CUDA device: Megatron names that itself."""
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         named = dict(kwargs or {})
         if named.get("device") == "cuda":
