@@ -140,6 +140,8 @@ def model_of_seed(task: Task) -> CausalDecoder:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile what the blocks compute, and leave DeepSpeed's hooks around them as they are."""
+    # Each parameter has a number for which torch compiles: beyond this limit blocks would run eagerly.
+    torch._dynamo.config.recompile_limit = 256
     for module in model.modules():
         if isinstance(module, Block):
             module.forward = torch.compile(module.forward, dynamic=False)  # type: ignore[method-assign]
