@@ -2,8 +2,9 @@
 
 It needs `deepspeed` and what that imports on the path, and builds none of its kernels. The optimizer is
 torch's fused AdamW, as of the other sides. Weights begin as those of the seed, also its float32 copies, and
-gradients are reduced in float32. There is no side without ZeRO: in bf16 its losses were others. The blocks and the loss are compiled; under ZeRO-3 a block's weights are
-gathered at once, as a leaf of DeepSpeed's, since its hooks inside would divide what is compiled.
+gradients are reduced in float32. There is no side without ZeRO: in bf16 its losses were others. The blocks
+and the loss are compiled; under ZeRO-3 a block's weights are gathered at once, as a leaf of DeepSpeed's,
+since its hooks inside would divide what is compiled.
 """
 
 import os
