@@ -14,7 +14,7 @@ same seed and the same batch: the first ten losses agree. TorchTitan runs its ow
 experts, pipeline and compilation; Megatron-Core its own GPT model, schedules, tensor and data parallelism and
 optimizer, without Transformer Engine and Apex; DeepSpeed its engine with ZeRO around our decoder in plain
 PyTorch. The name of a side says what is sharded where it is not the row's: `megatron_zero1` only optimizer
-state, `deepspeed_zero0` nothing. Output and conventions are those of `gpu_ranks`. A system that cannot be
+state. Output and conventions are those of `gpu_ranks`. A system that cannot be
 imported here, or fails, says why in its rows.
 """
 

@@ -2,8 +2,9 @@
 
 It needs `deepspeed` and what that imports on the path, and builds none of its kernels. The optimizer is
 torch's fused AdamW, as of the other sides. Weights begin as those of the seed, also its float32 copies, and
-gradients are reduced in float32. The blocks and the loss are compiled; under ZeRO-3 a block's weights are
-gathered at once, as a leaf of DeepSpeed's, since its hooks inside would divide what is compiled.
+gradients are reduced in float32. There is no side without ZeRO: in bf16 its losses were others. The blocks
+and the loss are compiled; under ZeRO-3 a block's weights are gathered at once, as a leaf of DeepSpeed's,
+since its hooks inside would divide what is compiled.
 """
 
 import os
@@ -22,7 +23,7 @@ from benchmarks.ranks_sides import WARM, Figures, Task
 from piper.models.causal import CausalDecoder
 from piper.models.layers import Block
 
-ROWS_OF_STAGE = {0: ("ddp",), 1: ("ddp",), 2: ("fsdp",), 3: ("fsdp",)}  # by ZeRO's stage
+ROWS_OF_STAGE = {1: ("ddp",), 2: ("fsdp",), 3: ("fsdp",)}  # by ZeRO's stage
 BUCKET = 50_000_000  # values
 LOGGED = 10  # steps whose losses are reported
 
@@ -73,8 +74,6 @@ def measure_deepspeed(task: Task, stage: int, begin: float) -> Figures:
         loss = loss_of(logits, batch["labels"])
         del logits  # its memory is the backward's
         engine.backward(loss)
-        if step == 0 and not stage:  # it knows none then
-            norm = nn.utils.get_total_norm([param.grad for param in engine.parameters()]).item()
         engine.step()
         norm = norm or float(engine.get_global_grad_norm())
         if step < LOGGED:
@@ -110,15 +109,9 @@ def engine_of(task: Task, stage: int) -> Any:  # noqa: ANN401  DeepSpeed is not 
         config=config_of(stage, size.shapes[task.row].samples, bf16=size.precision == "bf16"),
         dist_init_required=False,
     )
-    if size.precision == "bf16" and stage:
+    if size.precision == "bf16":
         for name, param in engine.module.named_parameters():
             safe_set_full_fp32_param(param, state[name])
-    elif size.precision == "bf16":
-        wide = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
-        copies = {id(param): copy for pair in wide for param, copy in zip(*pair, strict=True)}
-        with torch.no_grad():
-            for name, param in engine.module.named_parameters():
-                copies[id(param)].copy_(state[name])
     del state
     if task.device == "cuda":
         torch.cuda.empty_cache()
@@ -149,11 +142,14 @@ def compile_blocks(model: nn.Module) -> None:
 
 def config_of(stage: int, samples: int, *, bf16: bool) -> Mapping[str, object]:
     """Return DeepSpeed's configuration."""
-    zero: dict[str, object] = {"stage": stage}
-    if stage:
-        zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-        zero |= {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}  # their default takes GiB
-    kept = {"grad_accum_dtype": "fp32"} if stage else {}  # without ZeRO it takes no other type than bf16
+    zero = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": BUCKET,  # its default takes GiB
+        "allgather_bucket_size": BUCKET,
+    }
     return {
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": 1,
@@ -161,5 +157,5 @@ def config_of(stage: int, samples: int, *, bf16: bool) -> Mapping[str, object]:
         "zero_allow_untested_optimizer": True,
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,
-        **({"bf16": {"enabled": True}, "data_types": kept} if bf16 else {}),
+        **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}),
     }
