@@ -92,14 +92,6 @@ ROWS = {
             asked=0.97,
         ),
         Row(
-            name="1f1b_ahead",
-            pp=4,
-            schedule="1f1b",
-            halves=True,
-            peer="",
-            ours="one_f_one_b, ahead=1, backwards in halves: beside 1f1b",
-        ),
-        Row(
             name="1f1b_whole",
             pp=4,
             schedule="1f1b",
@@ -293,7 +285,6 @@ class Shape:
     """The model and the batch of a row: samples of a microbatch on one replica, and how many microbatches.
 
     budget: the part of its activations that our first stage, which holds most, may save. None: all.
-    ahead: forwards by which our stages but the last run ahead of 1F1B, to hide transfers.
     """
 
     model: Sizes
@@ -301,7 +292,6 @@ class Shape:
     samples: int
     microbatches: int = 1
     budget: float | None = None
-    ahead: int = 0
 
     def rows(self, replicas: int) -> int:
         """Return the samples of a step."""
@@ -426,7 +416,6 @@ SIZES = {
                     },
                 ),
                 **shapes(SMALL, WIDE_MOE, 1024, WIDE),
-                "1f1b_ahead": Shape(model=SMALL, length=1024, samples=8, microbatches=8, ahead=1),
                 **shapes(SMALL, SMALL_LATENT, 1024, LATENT),
                 **shapes(replace(SMALL, vocab=4096), SMALL_MOE, 1024, LARGEST),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
@@ -465,7 +454,6 @@ SIZES = {
                     {
                         "tp4": (4, 1),
                         "1f1b": (2, 8),
-                        "1f1b_ahead": (2, 8),
                         "1f1b_whole": (2, 8),
                         "interleaved": (2, 8),
                         "zbv": (2, 8),
@@ -543,7 +531,7 @@ def strategy_of(row: Row, shape: Shape) -> list[piper.Directive]:
         strategy.append(piper.remat(piper.at(PP=0), budget=shape.budget))
     if shape.microbatches > 1:
         strategy.append(piper.split(piper.at(), parts=shape.microbatches))
-    return [*strategy, *halves_of(row), *order_of(row, shape)]
+    return [*strategy, *halves_of(row), *order_of(row, shape.microbatches)]
 
 
 def halves_of(row: Row) -> Iterator[piper.Directive]:
@@ -555,12 +543,11 @@ def halves_of(row: Row) -> Iterator[piper.Directive]:
             yield piper.order([[piper.at(PP=stage, PASS="BI"), piper.at(PP=stage, PASS="BW")]])
 
 
-def order_of(row: Row, shape: Shape) -> Sequence[piper.Directive]:
+def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
     """Return the order of a pipeline."""
-    microbatches = shape.microbatches
     match row.schedule:
         case "1f1b":
-            return piper.schedules.one_f_one_b(row.pp, microbatches, ahead=shape.ahead)
+            return piper.schedules.one_f_one_b(row.pp, microbatches)
         case "interleaved":
             return piper.schedules.interleaved_1f1b(row.pp, microbatches, stages_per_rank=2)
         case "zbv":

@@ -7,28 +7,21 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 
-from piper.directives.base import check_value, whole
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, Row, RowWriter, Stage, need_whole, orders, registered
 
 
-def one_f_one_b(
-    stages: int, microbatches: int, *, ahead: int = 0, stage: Stage = "PP", part: str = "MB"
-) -> list[Order]:
+def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     """Run forwards and backwards in turn, with one stage per rank.
 
     The bubble is gpipe's, (stages - 1)(F + B); stage s holds at most stages - s microbatches.
-
-    ahead: forwards by which every stage but the last warms up longer, and holds more. A stage then computes
-    while an activation travels down and its gradient comes back, which hides transfers that take long.
 
     rank 0  0F0 0F1 0F2 .   .   .   .   0B0 --  0F3 0B1 --  .   0B2 --  .   0B3 --
     rank 1  .   1F0 1F1 .   .   1B0 --  1F2 1B1 --  1F3 1B2 --  .   1B3 --  .   .
     rank 2  .   .   2F0 2B0 --  2F1 2B1 --  2F2 2B2 --  2F3 2B3 --  .   .   .   .
     """
     need_whole("one_f_one_b", stages=stages, microbatches=microbatches)
-    check_value("one_f_one_b", "ahead", ahead, whole(0), "ahead=0 is 1F1B as it was published")
-    return orders(alternate(stages, microbatches, split=False, ahead=ahead), stage=stage, part=part)
+    return orders(alternate(stages, microbatches, split=False), stage=stage, part=part)
 
 
 def interleaved_1f1b(
@@ -77,18 +70,12 @@ def interleaved_zero_bubble(
     return orders(alternate(ranks, microbatches, stages_per_rank, split=True), stage=stage, part=part)
 
 
-def alternate(
-    ranks: int, microbatches: int, stages_per_rank: int = 1, *, split: bool, ahead: int = 0
-) -> Grid:
+def alternate(ranks: int, microbatches: int, stages_per_rank: int = 1, *, split: bool) -> Grid:
     """Return the grid in which each rank warms up with forwards, then runs them and backwards in turn.
 
     split: backwards are BI, and the BW of an older microbatch.
-    ahead: further forwards in the warm-up of each rank but the last.
     """
-    rows = (
-        alternating_row(rank, ranks, microbatches, stages_per_rank, split, ahead if rank < ranks - 1 else 0)
-        for rank in range(ranks)
-    )
+    rows = (alternating_row(rank, ranks, microbatches, stages_per_rank, split) for rank in range(ranks))
     return Grid(rows=tuple(rows))
 
 
@@ -100,9 +87,7 @@ registered("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble
 registered("interleaved-zero-bubble", 4)(partial(alternate, split=True))
 
 
-def alternating_row(
-    rank: int, ranks: int, microbatches: int, stages_per_rank: int, split: bool, ahead: int
-) -> Row:
+def alternating_row(rank: int, ranks: int, microbatches: int, stages_per_rank: int, split: bool) -> Row:
     """Return one rank's row. Each round of microbatches goes through all its stages before the next round.
 
     2 ranks, rounds of 2, rank 0: forwards 0 0 2 2 0 0 2 2, backwards 2 2 0 0 2 2 0 0
@@ -116,7 +101,7 @@ def alternating_row(
     # One forward for each rank below lets the first backward come up just in time. Interleaved, stages are
     # smaller and transfers weigh more: a second one keeps the rank busy while a gradient is on its way.
     per_hop = 1 if split or stages_per_rank == 1 else 2
-    warmup = lead + per_hop * (ranks - 1 - rank) + ahead
+    warmup = lead + per_hop * (ranks - 1 - rank)
     row = RowWriter(microbatches)
     for stage in forwards[:warmup]:
         row.forward(stage)

@@ -11,9 +11,8 @@ from piper import schedules
 from piper.directives.order import Order, order
 from piper.errors import ScheduleError
 from piper.ir.select import at
-from piper.schedules.alternating import alternate
 from piper.schedules.grid import NAMES, grid_for, is_overlap, orders
-from piper.schedules.timing import StageCosts, makespan, timeline
+from piper.schedules.timing import makespan, timeline
 from piper.schedules.torch_csv import validate
 from piper.view.cells import picture
 from tests.schedules.activations import peak_activations
@@ -152,28 +151,6 @@ def test_activations_stay_within_bounds(ranks: int, microbatches: int) -> None:
     assert max(peak_activations(grid_for("zbv", ranks, microbatches))) <= 2 * min(ranks, microbatches)
     if microbatches >= 2 * ranks:
         assert max(peak_activations(grid_for("dualpipe-v", ranks, microbatches))) <= 2 * ranks + 1
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_1f1b_runs_ahead_and_holds_more(ranks: int, microbatches: int, ahead: int) -> None:
-    grid = alternate(ranks, microbatches, split=False, ahead=ahead)
-    validate(grid)
-    assert schedules.one_f_one_b(ranks, microbatches, ahead=ahead) == orders(grid)
-    limits = [ranks - rank + (ahead if rank < ranks - 1 else 0) for rank in range(ranks)]
-    assert [*peak_activations(grid)] == [min(limit, microbatches) for limit in limits]
-    assert makespan(grid) == makespan(grid_for("1f1b", ranks, microbatches)), "no shorter without transfers"
-
-
-def test_1f1b_that_runs_ahead_hides_transfers() -> None:
-    """A transfer takes a quarter of a backward."""
-    costs = StageCosts.even(4, hop=0.5)
-    ends = [timeline(alternate(4, 16, split=False, ahead=ahead), costs).end for ahead in range(5)]
-    assert ends == [71, 66, 65, 63, 62]
-
-
-def test_running_ahead_takes_a_whole_number() -> None:
-    assert "ahead" in refusal(schedules.one_f_one_b, 2, 4, ahead=-1)
 
 
 @pytest.mark.parametrize(
