@@ -5,17 +5,16 @@ twentieth of the time of a small trace. Only its setting `functionalize_rng_ops`
 Not needed from: no version yet.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch._decomp.decompositions_for_rng import PhiloxState
+from torch._functorch import config
 
 from piper.process.attributes import replaced
 
 
 def no_random_states() -> AbstractContextManager[None]:
-    """Make no tensors for the states of generators inside the block."""
-
-    def without_tensors(state: PhiloxState) -> None:
-        state.relative_offset, state.offset_advanced_at_least_once = 0, False
-
-    return replaced(PhiloxState, "reset", without_tensors)
+    """Make no tensors for the states of generators inside the block, unless they are needed."""
+    if config.functionalize_rng_ops:
+        return nullcontext()
+    return replaced(PhiloxState, "reset", lambda state: None)
