@@ -17,6 +17,8 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST := build/oldest
 OLDEST_TESTS ?= tests/capture tests/workers/test_conformance.py tests/runtime/test_comm.py \
 	tests/test_custom_operators.py tests/test_torch_names.py
+# The packages of the environment with their versions: the constraints without the systems.
+PINNED = grep '^[A-Za-z]' $(CONSTRAINTS) | tr _ - | grep -vE '^($(subst $() ,|,$(PEERS)))==' | sort -r
 # What hardly a test imports: half of all modules. Python compiles what is left out when it is imported after all.
 UNUSED := /(tests|transformers/models|mypy|mypyc|pip|playwright|pygments/lexers|setuptools|sympy/(parsing|physics|stats)|tensorboard|ray/(data|llm|rllib|serve|train|tune))/
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
@@ -59,6 +61,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@# Two at a time, the large ones first, which pip does not do. What this leaves out the next line installs, and it verifies all.
+	@$(PINNED) | xargs -P 2 -n 20 $(BIN)/python -m pip install --quiet --no-compile --no-deps || true
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@# On all cores, which pip does not do. Some packages hold templates that are not Python: those are left out.
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib piper || true

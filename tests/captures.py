@@ -25,10 +25,9 @@ from piper.compiler import build
 from piper.job import Batch, Job
 
 KEPT = 60  # models; those that only one job used are dropped first, then what was not used for longest
-NAMED = tuple(
-    str(path)
-    for path in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-)
+# An environment may also find packages in the folder of another one, by a .pth file.
+PACKAGES = (sysconfig.get_path("purelib"), Path(torch.__file__).parents[1])
+NAMED = tuple(str(path) for path in (Path(__file__).parents[1], *PACKAGES, sysconfig.get_path("stdlib")))
 ALWAYS_NAMED: set[str] = set()  # modules that were found to be; there are thousands
 new_recordings = build.new_recordings
 

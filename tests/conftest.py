@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ RUN = "PIPER_TEST_RUN"  # names this run of pytest to all processes that it star
 # A test compiles one kernel or two. Headers compiled in advance, and the trial compilations that find out which
 # vector instructions there are (the kernel says so too), take longer than the kernels themselves.
 COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+# Dynamo would collect garbage after each of its own compilations: see `tests/garbage.py`.
+COMPILER["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,11 +64,38 @@ def one_core_for_each_worker() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while tests are imported: to look through a million objects again and again takes a second."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect no garbage while tests run, unless memory is short, or garbage may hold that of a GPU."""
+    from tests.garbage import left_alone
+
+    on_gpu = any(item.get_closest_marker("gpu") and not skipped(item) for item in session.items)
+    with nullcontext() if on_gpu else left_alone():
+        return (yield)
+
+
+def skipped(item: pytest.Item) -> bool:
+    """Return whether a test is skipped whatever it is."""
+    return item.get_closest_marker("skip") is not None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Look after each test whether memory is short."""
+    from tests.garbage import after_test
+
+    result = yield
+    after_test(item.config.stash)
+    return result
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -114,7 +114,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "trace_errors": set(),
         "quirks": {"trace_errors"},
         "trace": {"quirks", "trace_errors"},
-        "shard": {"trace", "trace_errors"},
+        "shard": {"quirks", "trace", "trace_errors"},
         "precision": {"trace"},
         "compile": {"trace", "trace_errors"},
         "cost": {"precision", "trace"},

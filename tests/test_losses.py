@@ -491,6 +491,34 @@ def test_a_loss_that_compares_samples_is_warned_of_where_the_batch_is_sliced(
         assert text.startswith(f"the loss compares samples with each other: {warned} (test_losses.py:")
 
 
+@pytest.mark.parametrize(
+    ("model", "loss", "traced"),
+    [
+        (lambda: nn.Linear(4, 2), lambda model, batch: model(batch["x"]).relu().mean(), [2]),
+        (lambda: nn.Linear(4, 2), lambda model, batch: (model(batch["x"]) @ torch.ones(2, 2)).mean(), [2, 8]),
+        (
+            lambda: nn.Linear(4, 2),
+            lambda model, batch: (model(batch["x"])[:, :1] + batch["y"][:, 0]).mean(),
+            [2, 8],
+        ),
+        (
+            lambda: nn.Linear(4, 4),
+            lambda model, batch: F.linear(model(batch["x"]), batch["y"]).mean(),
+            [2, 8],
+        ),
+    ],
+    ids=["features", "an operation that may compare", "a sum of pairs", "weights of the batch"],
+)
+def test_the_batch_is_traced_where_a_square_matrix_may_be_of_pairs_of_samples(
+    model: Callable[[], nn.Module], loss: Callable[[nn.Module, Mapping[str, Tensor]], Any], traced: list[int]
+) -> None:
+    """Slices have two samples, as many as a layer has features in the first case."""
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    strategy = [piper.split(piper.at(), parts=4)]
+    job = piper.Job(model=model, loss=loss, data=lambda: [batch], strategy=strategy)
+    assert sorted(compile(job, device="cpu").recordings.recorded) == traced
+
+
 # Losses that are sums. Each has `out` [samples, 3, 5], and `y` [samples, 3] of classes.
 
 SUMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {

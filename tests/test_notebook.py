@@ -62,13 +62,15 @@ def test_a_notebook_gets_a_table_and_a_page(program: Program, tmp_path: Path) ->
 
 def test_a_run_works_without_a_block_and_closes_itself(program: Program) -> None:
     gc.freeze()  # what the tests before have left is not looked through
+    enabled = gc.isenabled()
     gc.disable()  # and no full collection takes the run out of sight
     run = piper.launch(program)
     assert run.step(batch()).loss > 0
     session = run.sessions.session
     assert session.open
     del run
-    gc.enable()
+    if enabled:
+        gc.enable()
     gc.collect()
     assert not session.open
     run = piper.launch(program)

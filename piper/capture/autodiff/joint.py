@@ -18,6 +18,8 @@ from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.cost.aliases import label_memory
 from piper.capture.precision.fp8 import REWRITTEN, merge_rounding
 from piper.capture.quirks.attention_sums import correct_sums
+from piper.capture.quirks.module_methods import leaving_modules
+from piper.capture.quirks.random_states import no_random_states
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
 from piper.capture.trace.sizes import SymbolicSizes, unknown_rows
@@ -59,6 +61,8 @@ def trace_joint(
     # Nothing here calls the code of a graph module, and writing it takes a twentieth of the time.
     with quiet(), _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
         module = _make_graph_module(body.root, _with_results(body, tangents))
+        stack.enter_context(leaving_modules())
+        stack.enter_context(no_random_states())
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(torch.enable_grad())
         if any(name_of(node) == "lstm" for node in body.graph.nodes if node.op == "call_function"):

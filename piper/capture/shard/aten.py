@@ -30,6 +30,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, map_aggregate, map_arg
 
+from piper.capture.quirks.module_methods import leaving_modules
 from piper.capture.shard.compute_rules import POINTWISE, by_family
 from piper.capture.shard.layout import read_later, tensor_of, value_of
 from piper.capture.shard.rules import RULES
@@ -159,7 +160,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
     # Operations that have no rule are written in others, which have one or may have.
     parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
     parts[_attention] = in_four_dimensions
-    with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
+    with quiet(), leaving_modules(), torch.no_grad(), mode, traceback.preserve_node_meta():
         try:
             return make_fx(interpreter.run, parts, pre_dispatch=True)(*_fakes_like(placeholders))
         except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
@@ -246,7 +247,7 @@ def _traced_alone(
     for node in nodes:
         copies[node] = alone.node_copy(node, copies.__getitem__)
     alone.output(tuple(copies[node] for node in results))
-    with _mode_of(reads), torch.no_grad():
+    with leaving_modules(), _mode_of(reads), torch.no_grad():
         return make_fx(fx.Interpreter(fx.GraphModule(root, alone)).run)(*_fakes_like(reads))
 
 

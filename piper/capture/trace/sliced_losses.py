@@ -41,6 +41,7 @@ _PRODUCTS = re.compile(
     r"linear|bilinear|embedding|einsum|tensordot|conv.*|.*m[mv]|matmul|.*attention|.*(loss|entropy).*"
 )
 _SUMS = re.compile(r"sum|v?dot|inner|(linalg_)?vecdot|_*r?matmul_*|mm|mv|einsum|tensordot")  # to one number
+_BY_ELEMENT = re.compile(r"relu|gelu|silu|elu|tanh|sigmoid|(log_)?softmax|dropout|to|clone|contiguous")
 _OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
 
 
@@ -150,11 +151,24 @@ def compared_samples(few: Recording, rows: int, many: Recording, samples: int) -
 
 
 def _squares(recording: Recording, rows: int) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the square matrices of which a loss depends on parameters, and their sides."""
-    needed = live(recording.graph, recording.results[:1])
+    """Yield the matrices, with their sides, that may be of pairs of samples and lead to parameters."""
+    needed, of_batch = live(recording.graph, recording.results[:1]), _of_batch(recording)
+    of_features: set[fx.Node] = set()  # square by chance: as many features as there are samples
     for node in recording.graph.nodes:
         if node in needed and (side := _square(node)) and side % rows == 0:
-            yield node, side
+            if _has_features(node, of_batch, of_features):
+                of_features.add(node)
+            else:
+                yield node, side
+
+
+def _has_features(node: fx.Node, of_batch: set[fx.Node], of_features: set[fx.Node]) -> bool:
+    """Return whether no column of a matrix is a sample. of_features: earlier nodes of which that is known."""
+    if name_of(node) == "linear":
+        weight = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+        return isinstance(weight, fx.Node) and weight.op == "placeholder" and weight not in of_batch
+    dependent = of_batch.intersection(node.all_input_nodes)
+    return bool(_BY_ELEMENT.fullmatch(name_of(node))) and bool(dependent) and dependent <= of_features
 
 
 def _square(node: fx.Node) -> int:
