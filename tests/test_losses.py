@@ -243,6 +243,14 @@ def bart_decoder() -> nn.Module:
     return model
 
 
+def biogpt() -> nn.Module:
+    from transformers import BioGptConfig, BioGptForTokenClassification
+
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0}
+    model: nn.Module = BioGptForTokenClassification(BioGptConfig(**SIZES, **drops, num_labels=VOCAB))
+    return model
+
+
 def with_labels(labels: Tensor) -> dict[str, Tensor]:
     return {**padded(), "labels": labels}
 
@@ -256,6 +264,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "tokens": (lambda: bert("BertForTokenClassification", num_labels=VOCAB), padded(), 15.0),
     "encoder and decoder": (t5, padded(), 15.0),
     "a decoder whose labels are moved before": (bart_decoder, padded(), 15.0),
+    "tokens, without those that are masked": (biogpt, with_labels(padded()["input_ids"]), 15.0),
     "a class": (lambda: bert("BertForSequenceClassification", num_labels=3), with_labels(CLASS), 4.0),
     "a value": (lambda: bert("BertForSequenceClassification", num_labels=1), with_labels(CLASS / 2), 4.0),
     "classes": (
