@@ -217,11 +217,11 @@ def leaves_out_masked(model: type[nn.Module]) -> bool:
 def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
     """Run a transformers model without its own loss, and without a cache of keys and values."""
     given: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
-    if is_encoder_decoder(model):
-        if "decoder_input_ids" not in given:  # which the model makes of its labels
-            given["labels"] = batch["labels"]
-        given["use_cache"] = False
-    elif (getattr(model, "loss_type", None) or NEXT_TOKEN[0]) in NEXT_TOKEN:
+    next_token = (getattr(model, "loss_type", None) or NEXT_TOKEN[0]) in NEXT_TOKEN
+    # Labels: what an encoder-decoder makes its decoder's tokens of, and why one that classifies has no cache.
+    if is_encoder_decoder(model) and not (next_token and "decoder_input_ids" in given):
+        given["labels"] = batch["labels"]
+    if next_token:
         given["use_cache"] = False
     return model(**given)
 

@@ -235,6 +235,17 @@ def t5() -> nn.Module:
     return model
 
 
+def t5gemma() -> nn.Module:
+    """An encoder-decoder that classifies, and takes no `use_cache`."""
+    from transformers import T5GemmaConfig, T5GemmaForSequenceClassification, T5GemmaModuleConfig
+
+    sizes = {**SIZES, "num_key_value_heads": 1, "head_dim": 4}
+    half = T5GemmaModuleConfig(**sizes)
+    config = T5GemmaConfig(encoder=half, decoder=half, num_labels=3, attn_implementation="eager")
+    model: nn.Module = T5GemmaForSequenceClassification(config)
+    return model.eval()
+
+
 def bart_decoder() -> nn.Module:
     from transformers import BartConfig, BartForCausalLM
 
@@ -266,6 +277,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "a decoder whose labels are moved before": (bart_decoder, padded(), 15.0),
     "tokens, without those that are masked": (biogpt, with_labels(padded()["input_ids"]), 15.0),
     "a class": (lambda: bert("BertForSequenceClassification", num_labels=3), with_labels(CLASS), 4.0),
+    "a class, by an encoder and decoder": (t5gemma, with_labels(CLASS), 4.0),
     "a value": (lambda: bert("BertForSequenceClassification", num_labels=1), with_labels(CLASS / 2), 4.0),
     "classes": (
         lambda: bert("BertForSequenceClassification", num_labels=3),
