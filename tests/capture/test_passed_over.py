@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import pytest
 import torch
@@ -151,3 +152,19 @@ class Asking(nn.Linear):
 def test_a_forward_may_ask_what_its_weights_are() -> None:
     batch = {"x": torch.arange(16.0).view(4, 4) / 16}
     train_as_plain(lambda: Asking(4, 4), batch, steps=2)
+
+
+class Padding(nn.Linear):
+    """Reads a cached property, which in Python 3.11 takes a lock."""
+
+    @cached_property
+    def factor(self) -> int:
+        return self.in_features - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_forward_may_read_a_cached_property() -> None:
+    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
+    train_as_plain(lambda: Padding(4, 4), batch, steps=2)

@@ -15,6 +15,7 @@ from torch.autograd import grad_mode
 from torch.fx.node import Argument
 
 from piper import errors
+from piper.capture.quirks.cached_properties import reading_cached_properties
 from piper.capture.quirks.causal_masks import masks_as_given
 from piper.capture.quirks.checkpoints import tracing_into_checkpoints
 from piper.capture.quirks.class_texts import reading_class_texts
@@ -108,6 +109,7 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         leaving_out_logs(),
         leaving_out_assignments(),
         reading_class_texts(),
+        reading_cached_properties(),
         masks_as_given(),
         flex_gradients_on_host(),
         tracing_into_checkpoints() as checkpoints,
