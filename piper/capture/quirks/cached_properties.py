@@ -1,6 +1,6 @@
 """Reads cached properties in a trace without their lock, and keeps nothing: each graph has what they return.
 
-Works around: torch 2.11. Dynamo refuses to enter the lock that Python 3.11 takes there; Python 3.12 takes none.
+Works around: torch 2.11. Dynamo refuses the lock that Python 3.11 takes there; Python 3.12 takes none.
 Not needed from: no version yet.
 """
 
