@@ -81,22 +81,35 @@ def cases(folder: str) -> Iterator[Case]:
         unittest.TestCase.__init__(made, "setUp")
         made.setUp()
         tester = made.model_tester
-        tester.batch_size = SAMPLES
+        for each in (tester, *vars(tester).values()):  # one of images and one of texts
+            if hasattr(each, "batch_size"):
+                each.batch_size = SAMPLES
         torch.manual_seed(0)
         importlib.import_module("tests.test_modeling_common").global_rng.seed(0)
         config, inputs = tester.prepare_config_and_inputs_for_common()
         still(config)
         for model in made.all_model_classes:
             given = made._prepare_for_class(copy.deepcopy(inputs), model, return_labels=True)
-            if "labels" in given:
+            add_labels(model, given)
+            if "labels" in given or "start_positions" in given:
                 yield case(model, config, given)
+
+
+def add_labels(model: type[nn.Module], given: dict[str, Any]) -> None:
+    """Add the labels that a class takes where its tests give none."""
+    takes = inspect.signature(model.forward).parameters
+    tokens = given.get("decoder_input_ids", given.get("input_ids"))
+    if "labels" in takes and isinstance(tokens, Tensor):
+        given.setdefault("labels", tokens.clone())
+    elif "start_positions" in takes:
+        given |= dict.fromkeys(("start_positions", "end_positions"), torch.arange(SAMPLES))
 
 
 def case(model: type[nn.Module], config: object, given: Mapping[str, Any]) -> Case:
     """Return a case whose labels are not all the same."""
     batch = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    labels = batch["labels"]
-    if not labels.is_floating_point():
+    labels = batch.get("labels")
+    if labels is not None and not labels.is_floating_point():
         batch["labels"] = torch.arange(labels.numel()).view(labels.shape) % 2
     double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     options = {name: value for name, value in given.items() if name not in batch and value is not None}
