@@ -137,7 +137,7 @@ def aligns(self: Small, x: Tensor) -> Tensor:
     )
 
 
-@torch.library.custom_op("tests::halved", mutates_args=())
+@torch.library.custom_op("piper_tests::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
     return x / 2
 
