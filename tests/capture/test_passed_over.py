@@ -168,3 +168,24 @@ class Padding(nn.Linear):
 def test_a_forward_may_read_a_cached_property() -> None:
     batch = {"x": torch.arange(16.0).view(4, 4) / 16}
     train_as_plain(lambda: Padding(4, 4), batch, steps=2)
+
+
+class Borrowing(nn.Module):
+    """Calls a layer of a model of transformers without that model, whose recorders hook into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+        self.lender = LlamaModel(LlamaConfig(vocab_size=3, **sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.lender.rotary_emb(x, torch.arange(x.shape[1])[None])
+        result: Tensor = self.lender.layers[0](x, position_embeddings=places)
+        return result
+
+
+def test_a_forward_may_call_a_layer_of_a_model_of_transformers() -> None:
+    batch = {"x": torch.arange(48.0).view(4, 3, 4).cos()}
+    train_as_plain(Borrowing, batch, steps=1)
