@@ -146,7 +146,7 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
     The batch's fields are the model's keyword arguments, with `labels` as transformers takes them. A causal
     model predicts the label of the next position, a masked or token model that of the same position, a
     classification model one label (or value, or set of labels) per sample. Where the model adds a router's
-    load-balancing loss, so does this.
+    load-balancing loss, or leaves out the labels of positions that attention_mask masks, so does this.
     """
     if "labels" not in batch:
         raise ConfigError(
@@ -159,8 +159,8 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
     others = [name for name in batch if "label" in name and name != "labels"]
     kind = getattr(model, "loss_type", None)
     place = "same"
+    adapted: Any = getattr(model, "get_base_model", lambda: model)  # by peft
     if kind not in (*CLASSES, *SAME_POSITION):
-        adapted: Any = getattr(model, "get_base_model", lambda: model)  # by peft
         place = predicted(type(adapted()), kind, is_encoder_decoder(model))
     if others or not place:
         raise ConfigError(
@@ -170,6 +170,8 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
             hint="write the job's loss: return the sum over the samples, and the number to divide it by",
         )
     out, labels = outputs(model, batch), batch["labels"]
+    if "attention_mask" in batch and leaves_out_masked(type(adapted())):
+        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
     if kind in CLASSES:
         total, weight = classification(getattr(model, "config", None), out.logits, labels)
     elif place == "same":
@@ -204,14 +206,22 @@ def predicted(model: type[nn.Module], kind: str | None, encoder_decoder: bool) -
     return "same" if alone else ""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def leaves_out_masked(model: type[nn.Module]) -> bool:
+    """Return whether a class of transformers leaves masked positions out of the loss in its forward."""
+    names = inspect.unwrap(model.forward).__code__.co_varnames
+    stock = model.__module__.startswith("transformers.models.")
+    return stock and bool({"active_loss", "shift_attention_mask"} & {*names})
+
+
 def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
     """Run a transformers model without its own loss, and without a cache of keys and values."""
     given: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
-    if is_encoder_decoder(model):
-        if "decoder_input_ids" not in given:  # which the model makes of its labels
-            given["labels"] = batch["labels"]
-        given["use_cache"] = False
-    elif (getattr(model, "loss_type", None) or NEXT_TOKEN[0]) in NEXT_TOKEN:
+    next_token = (getattr(model, "loss_type", None) or NEXT_TOKEN[0]) in NEXT_TOKEN
+    # Labels: what an encoder-decoder makes its decoder's tokens of, and why one that classifies has no cache.
+    if is_encoder_decoder(model) and not (next_token and "decoder_input_ids" in given):
+        given["labels"] = batch["labels"]
+    if next_token:
         given["use_cache"] = False
     return model(**given)
 

@@ -235,11 +235,30 @@ def t5() -> nn.Module:
     return model
 
 
+def t5gemma() -> nn.Module:
+    """An encoder-decoder that classifies, and takes no `use_cache`."""
+    from transformers import T5GemmaConfig, T5GemmaForSequenceClassification, T5GemmaModuleConfig
+
+    sizes = {**SIZES, "num_key_value_heads": 1, "head_dim": 4}
+    half = T5GemmaModuleConfig(**sizes)
+    config = T5GemmaConfig(encoder=half, decoder=half, num_labels=3, attn_implementation="eager")
+    model: nn.Module = T5GemmaForSequenceClassification(config)
+    return model.eval()
+
+
 def bart_decoder() -> nn.Module:
     from transformers import BartConfig, BartForCausalLM
 
     sizes = {"d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     model: nn.Module = BartForCausalLM(BartConfig(vocab_size=VOCAB, **sizes, dropout=0.0))
+    return model
+
+
+def biogpt() -> nn.Module:
+    from transformers import BioGptConfig, BioGptForTokenClassification
+
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0}
+    model: nn.Module = BioGptForTokenClassification(BioGptConfig(**SIZES, **drops, num_labels=VOCAB))
     return model
 
 
@@ -256,7 +275,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], float]] = {
     "tokens": (lambda: bert("BertForTokenClassification", num_labels=VOCAB), padded(), 15.0),
     "encoder and decoder": (t5, padded(), 15.0),
     "a decoder whose labels are moved before": (bart_decoder, padded(), 15.0),
+    "tokens, without those that are masked": (biogpt, with_labels(padded()["input_ids"]), 15.0),
     "a class": (lambda: bert("BertForSequenceClassification", num_labels=3), with_labels(CLASS), 4.0),
+    "a class, by an encoder and decoder": (t5gemma, with_labels(CLASS), 4.0),
     "a value": (lambda: bert("BertForSequenceClassification", num_labels=1), with_labels(CLASS / 2), 4.0),
     "classes": (
         lambda: bert("BertForSequenceClassification", num_labels=3),

@@ -37,6 +37,8 @@ _INSTEAD = {
     "generator: the job's seed decides what each step draws",
     r"\.repeat_interleave\(": "write w[torch.repeat_interleave(counts, output_size=rows.shape[0])]",
     r"\bRandom\.\w+|\b(np|numpy)\.random\.": _DRAW,
+    "does not have a meta kernel": "put the call into an operator of your own: torch.library.custom_op, with "
+    "register_fake and register_autograd",
 }
 
 # What Dynamo says of an exception in the traced code itself, not of code that it cannot trace

@@ -129,12 +129,33 @@ def draws_with_numpy(self: Small, x: Tensor) -> Tensor:
     return self.b(x) * np.random.rand()
 
 
+def aligns(self: Small, x: Tensor) -> Tensor:
+    """How much of its result is used depends on the lengths, which are data."""
+    lengths = torch.full((x.shape[0],), 2)
+    return nn.functional.ctc_loss(
+        self.b(x)[None].expand(4, -1, -1), lengths[:, None], lengths + 2, lengths - 1
+    )
+
+
+@torch.library.custom_op("piper_tests::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+halved.register_autograd(lambda ctx, gradient: gradient / 2)
+
+
 IN_THE_CONSTRUCTOR = (
     "read the variable in the model's constructor, into an attribute; what changes from step to step belongs "
     "in the batch"
 )
 WITH_FUNC = "write torch.func.grad(function)(x), which can be traced"
 NO_GENERATOR = "draw without a generator: the job's seed decides what each step draws"
+AN_OPERATOR = (
+    "put the call into an operator of your own: torch.library.custom_op, with register_fake and "
+    "register_autograd"
+)
 WITH_TORCH = (
     "draw with torch, in every step another number: torch.rand(()); or in data(), into a field of the batch"
 )
@@ -152,6 +173,7 @@ WITH_TORCH = (
         (draws_a_number, WITH_TORCH),
         (draws_by_gauss, WITH_TORCH),
         (draws_with_numpy, WITH_TORCH),
+        (aligns, AN_OPERATOR),
     ],
 )
 def test_a_call_that_cannot_be_traced_is_refused_with_what_to_write(forward: Forward, hint: str) -> None:
@@ -184,7 +206,7 @@ def test_what_the_hints_say_can_be_traced() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             slope: Tensor = torch.func.grad(lambda at: self.a(at).tanh().sum())(x)
-            return self.b(slope + torch.randn_like(x)) * self.scale * torch.rand((), dtype=x.dtype)
+            return self.b(halved(slope) + torch.randn_like(x)) * self.scale * torch.rand((), dtype=x.dtype)
 
     trace(Scaled, zoo.regression, zoo.vectors(4, 0), 4)
 

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_what_a_forward_says_and_checkpoints_is_passed_over(
     said = [record.message for record in caplog.records if not record.name.startswith("torch")]
     assert (capsys.readouterr().out, said) == ("", [])
     assert program.warnings == (
-        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:36, 2 "
+        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:37, 2 "
         "times). Here the strategy says what is recomputed: add piper.remat(piper.at(), budget=0)",
     )
     report = check(program, lambda started, options: launcher(started, "inline", options), [batch])
@@ -151,3 +152,40 @@ class Asking(nn.Linear):
 def test_a_forward_may_ask_what_its_weights_are() -> None:
     batch = {"x": torch.arange(16.0).view(4, 4) / 16}
     train_as_plain(lambda: Asking(4, 4), batch, steps=2)
+
+
+class Padding(nn.Linear):
+    """Reads a cached property, which in Python 3.11 takes a lock."""
+
+    @cached_property
+    def factor(self) -> int:
+        return self.in_features - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_forward_may_read_a_cached_property() -> None:
+    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
+    train_as_plain(lambda: Padding(4, 4), batch, steps=2)
+
+
+class Borrowing(nn.Module):
+    """Calls a layer of a model of transformers without that model, whose recorders hook into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+        self.lender = LlamaModel(LlamaConfig(vocab_size=3, **sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.lender.rotary_emb(x, torch.arange(x.shape[1])[None])
+        result: Tensor = self.lender.layers[0](x, position_embeddings=places)
+        return result
+
+
+def test_a_forward_may_call_a_layer_of_a_model_of_transformers() -> None:
+    batch = {"x": torch.arange(48.0).view(4, 3, 4).cos()}
+    train_as_plain(Borrowing, batch, steps=1)

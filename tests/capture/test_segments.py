@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import piper
 from piper.capture.trace.annotate import annotate_modules
 from piper.capture.trace.trace import trace
-from tests import zoo
+from tests import plain, zoo
 
 
 class Block(nn.Module):
@@ -69,3 +71,31 @@ def test_so_is_a_layer_that_is_a_whole_region_elsewhere() -> None:
 
 def test_what_does_not_repeat_is_cut_where_it_is_long_enough() -> None:
     assert lengths(1, 1) == [[30, 31]]
+
+
+class Picking(Stacks):
+    """Picks a column of a value whose last size is data: of known size itself, but not of known strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        copies = (x > x - 1).sum().item()
+        column = x[..., None].expand(-1, -1, copies).contiguous()[..., 0]  # type: ignore[arg-type]
+        result: Tensor = self.end(self.blocks(column))
+        return result
+
+
+def test_a_value_of_known_size_may_have_strides_that_are_data() -> None:
+    batch = zoo.vectors(4, 0)
+    job = piper.Job(
+        model=lambda: Picking(4, 0),
+        loss=zoo.regression,
+        data=lambda: [batch],
+        optimizer=plain.sgd,
+        precision="fp64",
+    )
+    wanted = plain.train(job.model, zoo.regression, [batch] * 2)
+    with piper.launch(piper.compile(job, device="cpu"), on="inline") as run:
+        losses = [run.step(batch).loss for _ in range(2)]
+        state = run.state_dict()
+    assert losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert plain.largest_difference(wanted.state, state) < 1e-12

@@ -7,8 +7,10 @@ Not needed from: no version yet.
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -16,27 +18,30 @@ from torch import nn
 from piper.errors import CaptureError
 from piper.process.attributes import replaced
 
-DRAW = "torch.rand([])"  # as Hugging Face writes it
-PROBABILITY = "layerdrop"  # of a module, or of its configuration
+# As Hugging Face writes it: the probability is the module's, or its configuration's.
+DRAW, COMPARED = "torch.rand([])", re.compile(r"< self\.((?:config\.)?\w*layerdrop)\b")
 
 
 @contextmanager
 def no_layer_dropped(model: nn.Module) -> Iterator[None]:
     """Let a model whose LayerDrop has the probability 0 be traced: its draws are 1, and never below 0."""
-    drawing = [module for module in model.modules() if module.training and draws(type(module))]
-    chances = [chance(module) for module in drawing]
-    if not drawing or None in chances:
-        yield  # nothing is drawn, or for something else
-        return
-    for module, probability in zip(drawing, chances, strict=True):
-        if probability:
+    found = [(module, draws(type(module))) for module in model.modules() if module.training]
+    drawing = [(module, attribute) for module, attribute in found if attribute is not None]
+    if not all(attribute for _, attribute in drawing):
+        drawing = []  # a number is drawn for something else
+    for module, attribute in drawing:
+        if probability := attrgetter(attribute)(module):
+            name = attribute.rpartition(".")[2]
             raise CaptureError(
                 "LayerDrop skips layers by chance",
                 by="model",
-                facts={"module": type(module).__name__, PROBABILITY: f"{probability:g}"},
-                hint=f"set its probability to 0 in the model's configuration ({PROBABILITY}=0.0): "
+                facts={"module": type(module).__name__, name: f"{probability:g}"},
+                hint=f"set its probability to 0 in the model's configuration ({name}=0.0): "
                 "a plan runs the same layers in every step",
             )
+    if not drawing:
+        yield
+        return
     draw = torch.rand
 
     def rand(*size: object, **options: object) -> object:
@@ -46,18 +51,11 @@ def no_layer_dropped(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def draws(kind: type[nn.Module]) -> bool:
-    """Return whether a module's forward draws one number, as LayerDrop does."""
+def draws(kind: type[nn.Module]) -> str | None:
+    """Return the attribute that the number drawn in a forward is compared with. None: it draws none."""
     try:
-        return DRAW in inspect.getsource(kind.forward)
+        text = inspect.getsource(kind.forward)
     except (OSError, TypeError):  # it has no source: made in an interpreter, or in C
-        return False
-
-
-def chance(module: nn.Module) -> float | None:
-    """Return the probability that a module skips a layer. None: it has no LayerDrop."""
-    for holder in (module, getattr(module, "config", None)):
-        value = getattr(holder, PROBABILITY, None)
-        if isinstance(value, int | float):
-            return float(value)
-    return None
+        return None
+    compared = COMPARED.search(text)
+    return (compared[1] if compared else "") if DRAW in text else None

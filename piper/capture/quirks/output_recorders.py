@@ -2,11 +2,14 @@
 
 Works around: transformers 5.0. A model installs them in its first forward, under a lock, which no trace can
 follow. A backbone has installed them in its constructor; the model around it would install them again, and
-each layer's output would be recorded twice.
+each layer's output would be recorded twice. A hook of a layer that is called outside of such a model asks a
+context variable whether to record, which no trace can follow; what a trace records is in an attribute.
 Not needed from: no version yet.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,3 +32,14 @@ def install_recorders(model: nn.Module) -> None:
         for module in model.modules():
             if hasattr(module, "_can_record_outputs"):
                 install_once(module)
+
+
+@contextmanager
+def asking_no_context() -> Iterator[None]:
+    """Let recorders ask only for what the traces inside the block record."""
+    variable = getattr(sys.modules.get("transformers.utils.output_capturing"), "CompileableContextVar", None)
+    if variable is None:
+        yield
+        return
+    with replaced(variable, "get", lambda recorder: recorder.global_var):
+        yield

@@ -15,11 +15,13 @@ from torch.autograd import grad_mode
 from torch.fx.node import Argument
 
 from piper import errors
+from piper.capture.quirks.cached_properties import reading_cached_properties
 from piper.capture.quirks.causal_masks import masks_as_given
 from piper.capture.quirks.checkpoints import tracing_into_checkpoints
 from piper.capture.quirks.class_texts import reading_class_texts
 from piper.capture.quirks.layerdrop import no_layer_dropped
 from piper.capture.quirks.logging_calls import leaving_out_logs
+from piper.capture.quirks.output_recorders import asking_no_context
 from piper.capture.quirks.side_effects import Left, Place, noting_changes
 from piper.capture.quirks.tensor_attributes import leaving_out_assignments
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
@@ -108,6 +110,8 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         leaving_out_logs(),
         leaving_out_assignments(),
         reading_class_texts(),
+        reading_cached_properties(),
+        asking_no_context(),
         masks_as_given(),
         flex_gradients_on_host(),
         tracing_into_checkpoints() as checkpoints,

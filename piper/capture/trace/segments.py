@@ -117,4 +117,5 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
 
 def _plain(value: Tensor) -> bool:
     """Return whether a value can pass between segments as it is: contiguous, and of known size."""
-    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()
+    known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+    return known and value.is_contiguous()
