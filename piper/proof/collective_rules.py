@@ -10,7 +10,7 @@ from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import show_collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.instr import Instr
-from piper.plan.ops import Collecting, OfBucket, Op, Payload, Routing
+from piper.plan.ops import OfBucket, Op, Payload, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import once
 from piper.proof.local_rules import LocalRules, described
@@ -34,11 +34,6 @@ def subject(ins: Instr) -> Payload:
         case OfBucket(bucket=bucket):
             return OfBucket(bucket=bucket)
     return ins.payload
-
-
-def bucket_named(ins: Instr) -> str:
-    """Return the bucket that a gather or a reduction names."""
-    return ins.payload.bucket if isinstance(ins.payload, OfBucket) else ""
 
 
 class CollectiveRules:
@@ -103,13 +98,13 @@ class CollectiveRules:
     def route(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Agree on the rows that travel to experts, or send rows there or back."""
         rows, part, at = member.ins.payload, member.ins.part, self.state.expected_at(member.ins.part)
-        chunk = rows.run.chunk if isinstance(rows, Routing) else ""
+        assert isinstance(rows, Routing), f"{member.ins.node} routes no rows"
+        chunk = rows.run.chunk
         if member.ins.op == "counts":
             expected = at.of_counts(member.program, chunk)
             problem = f"counts the rows of {chunk}, which has no sharded experts here"
         else:
-            outward = isinstance(rows, Routing) and rows.outward
-            expected = at.of_exchange(member.program, chunk, outward)
+            expected = at.of_exchange(member.program, chunk, rows.outward)
             problem = f"has {described(rows)}, which must not happen here"
         if expected is None:
             self.state.complain(member, problem)
@@ -123,23 +118,21 @@ class CollectiveRules:
 
     def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
         """Run a member of a collective, or a slice: a value of its group gets another layout."""
-        collecting, expected, backward = at.ins.payload, None, False
-        if isinstance(collecting, Collecting) and collecting.run.phase != "BW" and not collecting.run.again:
-            backward = collecting.run.phase != "F"
-            of_collective = self.state.expected_at(at.ins.part).of_collective
-            expected = of_collective(at.program, collecting.run.chunk, backward)
-        if not isinstance(collecting, Collecting) or expected is None:
-            self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
+        collecting, run, expected = at.ins.collects, at.ins.collects.run, None
+        here, chunk, backward = self.state.expected_at(run.part), run.chunk, run.phase != "F"
+        if run.phase != "BW" and not run.again:
+            expected = here.of_collective(at.program, chunk, backward)
+        if expected is None:
+            self.state.complain(at, f"has {described(collecting)}, which must not happen here")
             return
-        how = self.spec.chunks[collecting.run.chunk].collective
+        how = self.spec.chunks[chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
         if collecting.how != wanted:
             does, should = show_collective(collecting.how), show_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
-        chunk = collecting.run.chunk
-        mesh = self.state.expected_at(at.ins.part).meshes[chunk]
+        mesh = here.meshes[chunk]
         if at.ins.op == "slice":
             given = collecting.devices, collecting.stride
             right = mesh.devices, mesh.axis(wanted.axis).stride
@@ -157,13 +150,13 @@ class CollectiveRules:
 
     def bucket_of(self, member: ProgramInstr) -> Bucket | None:
         """Return the bucket that a gather or a reduction names. None: its device holds nothing of it."""
-        bucket = self.state.plans.buckets.get(bucket_named(member.ins))
+        bucket = self.state.plans.buckets.get(member.ins.bucket)
         return bucket if bucket is not None and self.state.is_on(member.program, bucket) else None
 
     def gather(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Gather the shards of a bucket."""
         for member in members:
-            name, bucket = bucket_named(member.ins), self.bucket_of(member)
+            name, bucket = member.ins.bucket, self.bucket_of(member)
             slot, slots = param_slot(name), self.state.slots[member.program]
             ins, value, in_place = member.ins, slots.get(slot), member.ins.writes == (slot,)
             how = None
@@ -193,11 +186,11 @@ class CollectiveRules:
         for member in members:
             ins = member.ins
             bucket = self.state.gradient_bucket(ins.writes[0]) if len(ins.writes) == 1 else None
-            named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
+            named = bucket is not None and ins.bucket in (bucket.name, *bucket.siblings)
             here = bucket is not None and named and self.state.is_on(member.program, bucket)
             if bucket is None or not here or ins.reads not in ((), ins.writes):
                 read, written = ", ".join(ins.reads), ", ".join(ins.writes)
-                self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
+                self.state.complain(member, f"sums {read} into {written} for {ins.bucket}")
                 return
             buckets[member.program] = bucket.name
             wanted: Value = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
@@ -247,7 +240,7 @@ class CollectiveRules:
             step = next((how for how in steps if bucket and [bucket.gradient(how.gets).kind] == kinds), None)
             if bucket is None or step is None or ins.reads[len(read) :] not in ((), ins.writes):
                 given_by, written = ", ".join(ins.reads), ", ".join(ins.writes)
-                self.state.complain(member, f"scatters {given_by} into {written} for {bucket_named(ins)!r}")
+                self.state.complain(member, f"scatters {given_by} into {written} for {ins.bucket!r}")
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))
@@ -259,7 +252,7 @@ class CollectiveRules:
         sums = [given[m.program] for m in members] if returned else self.summed(comm, members, given)
         for member, terms in zip(members, sums, strict=True):
             slots, ins = self.state.slots[member.program], member.ins
-            bucket = self.state.plans.buckets[bucket_named(ins)]
+            bucket = self.state.plans.buckets[ins.bucket]
             wanted = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
@@ -270,7 +263,7 @@ class CollectiveRules:
 
     def reshard(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Bring complete gradients to the devices that update in full, or updated parameters back."""
-        ins, name, bucket = member.ins, bucket_named(member.ins), self.bucket_of(member)
+        ins, name, bucket = member.ins, member.ins.bucket, self.bucket_of(member)
         if bucket is None or not bucket.slices:
             self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
             return

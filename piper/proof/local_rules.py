@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
+from piper.ir.ids import TOTAL, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OPS, Field, Op, Payload, Rows
+from piper.plan.ops import OPS, Op, Payload, Rows
 from piper.plan.text import show_payload
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
@@ -48,10 +48,7 @@ class LocalRules:
 
     def load(self, at: ProgramInstr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""
-        taken = at.ins.payload
-        if not isinstance(taken, Field):
-            self.state.complain(at, "loads no field of the batch")
-            return
+        taken = at.ins.loads
         cover = self.covers.of_set(at.program, taken.devices, taken.degree)
         if cover is None:
             self.state.complain(at, "loads the samples of devices that it does not run on")
@@ -65,10 +62,10 @@ class LocalRules:
 
     def compute(self, at: ProgramInstr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
-        run, of_phase = at.ins.payload, self.state.expected_at(at.ins.part).of_phase
-        expected = of_phase(at.program, run.chunk, run.phase) if isinstance(run, Pass) else None
-        if expected is None or not isinstance(run, Pass):
-            self.state.complain(at, f"has {described(at.ins.payload)}, which this device must not run")
+        run = at.ins.computes
+        expected = self.state.expected_at(run.part).of_phase(at.program, run.chunk, run.phase)
+        if expected is None:
+            self.state.complain(at, f"has {described(run)}, which this device must not run")
             return
         self.follow(at, expected)
         in_place = self.spec.chunks[run.chunk].phases[run.phase].in_place
@@ -237,9 +234,7 @@ class LocalRules:
             state.complain(at, "adds to another slot than it writes")
             return
         value = slots.get(at.ins.reads[0])
-        given = None
-        if value is not None and isinstance(at.ins.payload, Pass):
-            given = self._accumulated(value, at.ins.writes[0])
+        given = None if value is None else self._accumulated(value, at.ins.writes[0])
         if given is None:
             contents = f"which holds {state.symbols.describe(value)}"
             state.complain(at, f"adds {at.ins.reads[0]}, {contents}, to {at.ins.writes[0]}")

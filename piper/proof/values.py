@@ -32,7 +32,7 @@ from piper.plan.prove import MOST_PROBLEMS, ProofError, events_of, in_order
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
 from piper.proof.covers import once
-from piper.proof.local_rules import Kernel, LocalRules
+from piper.proof.local_rules import Kernel, LocalRules, described
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue, Value
@@ -107,6 +107,9 @@ class SymbolicRun:
         at, kernel = members[0], self.kernels.get(members[0].ins.op)
         if len(members) > 1 and len({OPS[member.ins.op].name for member in members}) > 1:
             self.state.complain(at, "is another operation on other devices")
+        elif unfit := [member for member in members if not member.ins.fits_its_operation]:
+            what = described(unfit[0].ins.payload)
+            self.state.complain(unfit[0], f"has {what}, which is not what {unfit[0].ins.op} needs")
         elif kernel is None:
             self.communicate(members)
         else:
@@ -117,9 +120,8 @@ class SymbolicRun:
 
     def finish(self, at: ProgramInstr) -> None:
         """Free what an instruction frees."""
-        slots = self.state.slots[at.program]
         for slot in at.ins.frees:
-            slots.pop(slot, None)
+            self.state.slots[at.program].pop(slot, None)
 
     def communicate(self, members: Sequence[ProgramInstr]) -> None:
         """Run a transfer, or a collective of all members of its communicator."""
