@@ -71,7 +71,7 @@ class CollectiveRules:
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
             number = self.symbols.moved(number, self.covers.received(comm.name, at.program, covers))
-        self.state.slots[at.program][at.ins.writes[0]] = number, about, amount
+        at.slots[at.ins.writes[0]] = number, about, amount
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
@@ -90,7 +90,7 @@ class CollectiveRules:
     def mirror(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Give copies of the state to other devices."""
         for slot in member.ins.reads:
-            value = self.state.slots[member.program].get(slot)
+            value = member.slots.get(slot)
             wanted = self.state.value(SymbolicValue("copy", slot.owner))
             if value != wanted:
                 self.state.mismatch(member, slot, value, wanted)
@@ -157,8 +157,8 @@ class CollectiveRules:
         """Gather the shards of a bucket."""
         for member in members:
             name, bucket = member.ins.bucket, self.bucket_of(member)
-            slot, slots = param_slot(name), self.state.slots[member.program]
-            ins, value, in_place = member.ins, slots.get(slot), member.ins.writes == (slot,)
+            slot = param_slot(name)
+            ins, value, in_place = member.ins, member.slots.get(slot), member.ins.writes == (slot,)
             how = None
             if bucket is not None:
                 how = bucket.gather_updated if in_place else bucket.gather_for_use
@@ -171,9 +171,8 @@ class CollectiveRules:
                 self.state.complain(member, f"gathers {read} into {written} for {name!r}; {contents}")
                 continue
             self._check_members(member, comm, bucket, how)
-            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
-        slots_of = self.state.slots
-        gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
+            member.slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
+        gathered = {m.slots.get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(gathered) > 1:
             given = " and ".join(sorted(map(self.symbols.describe, gathered)))
             self.state.complain(members[0], f"gathers shards of different steps: {given}")
@@ -209,7 +208,7 @@ class CollectiveRules:
             return
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             value = (*abouts[member.program][:2], terms)
-            self.state.slots[member.program][member.ins.writes[0]] = value
+            member.slots[member.ins.writes[0]] = value
 
     @once
     def _shards_align(self, comm: str, buckets: tuple[tuple[int, str], ...]) -> bool:
@@ -251,7 +250,7 @@ class CollectiveRules:
             given[member.program] = terms
         sums = [given[m.program] for m in members] if returned else self.summed(comm, members, given)
         for member, terms in zip(members, sums, strict=True):
-            slots, ins = self.state.slots[member.program], member.ins
+            slots, ins = member.slots, member.ins
             bucket = self.state.plans.buckets[ins.bucket]
             wanted = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
@@ -271,15 +270,15 @@ class CollectiveRules:
             self.state.complain(member, f"has no communicator; {bucket.slice_count} devices have slices")
         else:
             self.state.check_groups(member, comm, f"slices of {name}", partial(tuple, bucket.slices))
-        slots, slot = self.state.slots[member.program], param_slot(name)
+        slot = param_slot(name)
         if (ins.reads, ins.writes) == ((slot,), (slot,)):
             wanted = self.state.value(SymbolicValue("param", name), IN_FULL)
-            if slots.get(slot) != wanted:
-                self.state.mismatch(member, slot, slots.get(slot), wanted)
-            slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
+            if member.slots.get(slot) != wanted:
+                self.state.mismatch(member, slot, member.slots.get(slot), wanted)
+            member.slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
         elif (ins.reads, ins.writes) == ((bucket.gradient(),), (bucket.applied,)):
             final = self.local.check_final(member, ins.reads[0], bucket)
-            slots[bucket.applied] = (final[0], IN_FULL, final[2])
+            member.slots[bucket.applied] = (final[0], IN_FULL, final[2])
         else:
             read, written = ", ".join(ins.reads), ", ".join(ins.writes)
             self.state.complain(member, f"reshards {read} into {written}")
@@ -288,7 +287,7 @@ class CollectiveRules:
         """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""
         if not read:
             return ()
-        value = self.state.slots[member.program].get(read[0])
+        value = member.slots.get(read[0])
         if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
             self.state.mismatch(member, read[0], value, wanted)
             return None
@@ -313,7 +312,7 @@ class CollectiveRules:
         """Sum norms, losses and weights over all devices."""
         wanted = self.state.value(SymbolicValue("norm"))
         everyone = self.spec.devices
-        slots, ins = self.state.slots[member.program], member.ins
+        slots, ins = member.slots, member.ins
         value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
         if value != wanted:
             self.state.mismatch(member, ", ".join(ins.reads), value, wanted)
@@ -327,7 +326,7 @@ class CollectiveRules:
 
     def broadcast(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Broadcast the first replica's buffers to the others."""
-        slots, ins = self.state.slots[member.program], member.ins
+        slots, ins = member.slots, member.ins
         if ins.reads != ins.writes or comm is None:
             self.state.complain(member, "gives other slots than it takes, or has no communicator")
             return

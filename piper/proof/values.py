@@ -89,18 +89,14 @@ class SymbolicRun:
         events, followers = events_of(self.plans)
         order, stuck = in_order(followers)
         for number in order:
-            self.step([self.instr(program, place) for program, place in events[number]])
+            self.step([self.state.instr(program, place) for program, place in events[number]])
             if len(self.state.problems) >= MOST_PROBLEMS:
                 return
         for number in sorted(stuck)[:1]:
-            self.state.complain(self.instr(*events[number][0]), "waits for what never happens")
+            self.state.complain(self.state.instr(*events[number][0]), "waits for what never happens")
         if not self.state.problems:
             for program in range(len(self.plans)):
                 self.check_end(program)
-
-    def instr(self, program: int, place: int) -> ProgramInstr:
-        """Return the instruction at a place of a program."""
-        return ProgramInstr(program=program, place=place, ins=self.plans.plans[program].instrs[place])
 
     def step(self, members: Sequence[ProgramInstr]) -> None:
         """Run an instruction, or all those of one communication, and free what they free."""
@@ -121,7 +117,7 @@ class SymbolicRun:
     def finish(self, at: ProgramInstr) -> None:
         """Free what an instruction frees."""
         for slot in at.ins.frees:
-            self.state.slots[at.program].pop(slot, None)
+            at.slots.pop(slot, None)
 
     def communicate(self, members: Sequence[ProgramInstr]) -> None:
         """Run a transfer, or a collective of all members of its communicator."""
@@ -272,7 +268,7 @@ class AverageRule:
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
             self.state.complain(at, f"averages {read} into {written}; it should average one trained bucket")
             return None
-        value = self.state.slots[at.program].get(param_slot(owner))
+        value = at.slots.get(param_slot(owner))
         updated = self.state.value(SymbolicValue("param", owner), updated_versions(bucket)[1])
         if params and value != updated:
             self.state.mismatch(at, param_slot(owner), value, updated)
