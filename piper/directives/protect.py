@@ -34,11 +34,9 @@ class Protect(ChunkDirective):
     stream: str | None = None
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
         if self.copies and self.apart == "machine" and self.devices_per_machine is None:
             raise ScheduleError(
                 "it is not known which devices share a machine",
-                by=by,
                 facts={"asked": f'copies={self.copies}, apart="machine"'},
                 hint='say how many devices a machine has, as devices_per_machine=8, or apart="device"',
             )
@@ -54,7 +52,6 @@ class Protect(ChunkDirective):
         if other is not None and other.protection != asked:
             raise ScheduleError(
                 "two directives protect parts of one state in different ways",
-                by=by,
                 facts={
                     "before": f"{shown(other.protection)}, by {graph.directives[other.by]}",
                     "here": shown(asked),

@@ -55,14 +55,12 @@ class Replicate(PlacingDirective):
         if self.within is not None and not self.zero:
             raise ScheduleError(
                 "within= without ZeRO: there is nothing to shard inside a group",
-                by=self.title(number),
                 facts={"asked": asked},
                 hint="ask for zero=1, 2 or 3, or leave within out",
             )
         if self.optimizer_within is not None and (self.within is None or self.zero != 3):
             raise ScheduleError(
                 "optimizer_within= shards the state beyond the groups of within=, under zero=3",
-                by=self.title(number),
                 facts={"asked": asked},
                 hint="ask for zero=3 and within=, or leave optimizer_within out",
             )
