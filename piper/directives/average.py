@@ -124,36 +124,29 @@ def first_group(graph: Graph) -> Graph:
     averaging = graph.averaging
     if averaging is None:
         return graph
-    across, counterparts = tuple(group[0] for group in averaging.groups), dict[int, Devices]()
+    across, counterparts = tuple(group[0] for group in averaging.groups), dict[Devices, None]()
     first: dict[Devices, Devices] = {}
     for node in graph.nodes.values():
         if node.devices and node.devices not in first:
             size = len(node.devices) // len(across)
             first[node.devices] = interned(node.devices[:size])
             check_groups(graph, node, len(across))
-            for place, device in enumerate(first[node.devices]):
-                peers = node.devices[place::size]
-                if (before := counterparts.setdefault(device, peers)) != peers:
-                    raise ScheduleError(
-                        "two regions have different groups",
-                        facts={"before": f"{show(before)} hold the same", node.chunk: f"{show(peers)} do"},
-                        hint="list the devices of every region group by group, in the same order of groups",
-                    )
-    if across not in counterparts.values():
-        groups = "; ".join(map(show, list(counterparts.values())[:4]))
+            counterparts |= dict.fromkeys(node.devices[place::size] for place in range(size))
+    if across not in counterparts:
+        groups = "; ".join(map(show, list(counterparts)[:4]))
         raise ScheduleError(
             f"{show(across)} do not hold the same part of the model",
             facts={"asked": f"across={list(across)}", "hold the same": groups or "nothing is placed"},
             hint="groups are neighbours in the order that devices are listed in: name one device of each",
         )
-    if len({d for peers in counterparts.values() for d in peers}) < len(counterparts) * len(across):
+    if len({d for peers in counterparts for d in peers}) < len(counterparts) * len(across):
         raise ScheduleError(
             "a device would be in two groups",
-            facts={"hold the same": "; ".join(map(show, counterparts.values()))},
+            facts={"hold the same": "; ".join(map(show, counterparts))},
             hint="list the devices of every region group by group, in the same order of groups",
         )
     graph = graph.update(replace(node, devices=first.get(node.devices, ())) for node in graph.nodes.values())
-    copies = tuple(zip(*counterparts.values(), strict=True))
+    copies = tuple(zip(*counterparts, strict=True))
     return replace(graph, averaging=replace(averaging, groups=copies))
 
 

@@ -251,24 +251,20 @@ def check_expert_buffers(graph: Graph) -> None:
                 for user in (first, chunk.name)
             }
             sharded = max(first, chunk.name, key=lambda user: degrees[user])
-            asked = f"ways {degrees[sharded]} over {show(placements[sharded].devices)}"
             if degrees[first] != degrees[chunk.name]:
-                raise ScheduleError(
-                    f"the buffer {name} would be sharded in one region and not in another",
-                    by=graph.placed_by(placements[sharded]),
-                    facts={"asked": f"{asked} for {sharded}", "but": f"{first} and {chunk.name} share it"},
-                    hint="give each region a buffer of its own, or shard both alike",
-                )
-            if name in chunk.mutated and degrees[chunk.name] > 1:
-                raise ScheduleError(
-                    f"the buffer {name} cannot be sharded with its experts",
-                    by=graph.placed_by(placements[chunk.name]),
-                    facts={
-                        "asked": asked,
-                        "but": f"{chunk.name} writes it, from the rows of {degrees[sharded]} devices at once",
-                    },
-                    hint="write it outside the part between route and unroute, or do not shard this region",
-                )
+                reason = f"{first} and {chunk.name} share it"
+            elif name in chunk.mutated and degrees[sharded] > 1:
+                reason = f"{chunk.name} writes it, from the rows of {degrees[sharded]} devices at once"
+            else:
+                continue
+            where = f"{show(placements[sharded].devices)} for {sharded}"
+            raise ScheduleError(
+                f"the buffer {name} cannot be sharded with its experts",
+                by=graph.placed_by(placements[sharded]),
+                facts={"asked": f"ways {degrees[sharded]} over {where}", "but": reason},
+                hint="give each region a buffer of its own, which only what lies outside route and unroute "
+                "writes, or do not shard this region",
+            )
 
 
 def check_reruns(graph: Graph) -> None:

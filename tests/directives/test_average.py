@@ -43,10 +43,9 @@ ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
             replicate(at(PP=1), devices=[0, 2, 1, 3]),
             average(at(), across=[0, 2]),
         ],
-        """average #2: two regions have different groups
-  before: 0,2 hold the same
-  PP=1:   0,1 do
-  hint:   list the devices of every region group by group, in the same order of groups""",
+        """average #2: a device would be in two groups
+  hold the same: 0,2; 1,3; 0,1; 2,3
+  hint:          list the devices of every region group by group, in the same order of groups""",
     ),
     "in two groups": (
         [
