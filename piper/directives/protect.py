@@ -1,11 +1,10 @@
 """`protect`: keep copies of the state in memory that outlives workers."""
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
 
 from piper.directives.base import ChunkDirective, argument, one_of, registered, whole
 from piper.errors import ScheduleError
-from piper.ir.chunk_options import APART, Apart, Protection, StateCopies
+from piper.ir.chunk_options import APART, Protection, StateCopies
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 
@@ -40,12 +39,7 @@ class Protect(ChunkDirective):
                 facts={"asked": f'copies={self.copies}, apart="machine"'},
                 hint='say how many devices a machine has, as devices_per_machine=8, or apart="device"',
             )
-        asked = Protection(
-            copies=self.copies,
-            apart=cast(Apart, self.apart),
-            every=self.every,
-            devices_per_machine=self.devices_per_machine,
-        )
+        asked = Protection(**{one.name: getattr(self, one.name) for one in fields(Protection)})
         names = dict.fromkeys(node.chunk for node in nodes)
         known = graph.chosen(lambda options: options.protect)
         other = next((copies for name, copies in known.items() if name not in names), None)

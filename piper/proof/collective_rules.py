@@ -104,7 +104,9 @@ class CollectiveRules:
             expected = at.of_counts(member.program, chunk)
             problem = f"counts the rows of {chunk}, which has no sharded experts here"
         else:
-            expected = at.of_exchange(member.program, chunk, rows.outward)
+            # The forward of a route goes out, of an unroute back.
+            backward = chunk in self.spec.chunks and rows.outward != (self.spec.chunks[chunk].kind == "route")
+            expected = at.of_move(member.program, chunk, rows=True, backward=backward)
             problem = f"has {described(rows)}, which must not happen here"
         if expected is None:
             self.state.complain(member, problem)
@@ -121,7 +123,7 @@ class CollectiveRules:
         collecting, run, expected = at.ins.collects, at.ins.collects.run, None
         here, chunk, backward = self.state.expected_at(run.part), run.chunk, run.phase != "F"
         if run.phase != "BW" and not run.again:
-            expected = here.of_collective(at.program, chunk, backward)
+            expected = here.of_move(at.program, chunk, rows=False, backward=backward)
         if expected is None:
             self.state.complain(at, f"has {described(collecting)}, which must not happen here")
             return
