@@ -29,7 +29,6 @@ from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.ops import COMMUNICATION, OPS, Op
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError, events_of, in_order
-from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
 from piper.proof.covers import once
 from piper.proof.local_rules import Kernel, LocalRules, described
@@ -45,8 +44,7 @@ def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool 
     The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
     `whole`: whether the optimizer needs whole parameters.
     """
-    with no_collection():
-        problems = list(value_problems(plans, graph, clip=clip, whole=whole))
+    problems = list(value_problems(plans, graph, clip=clip, whole=whole))
     if problems:
         raise ProofError("the plans compute something else:\n" + "\n".join(problems[:MOST_PROBLEMS]))
 
