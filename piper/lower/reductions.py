@@ -7,8 +7,8 @@ from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
-from piper.plan.bucket import Bucket, ShardCollective
-from piper.plan.ops import OfBucket, Op
+from piper.plan.bucket import Bucket
+from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot
 
 GRADIENTS = ("gradient", "grad")  # slots that backwards write
@@ -105,11 +105,6 @@ def begun_on(devices: Devices, begun: Mapping[Devices, bool]) -> tuple[Devices, 
     return tuple(d for d in devices if d in have), tuple(d for d in devices if d not in have)
 
 
-def op_of(step: ShardCollective) -> Op:
-    """Return the operation of a reduction: whether each device keeps only its shard of the sum."""
-    return "reduce_scatter" if step.gives != step.gets else "all_reduce"
-
-
 def cast_workspace(precision: MixedPrecision, elements: int) -> int:
     """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
     return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
@@ -129,14 +124,14 @@ def reduce_gradient(
     for step in (first, *(outer if last else ())):
         result, size = bucket.gradient(step.gets), len(step.groups[0])
         elements = sent = bucket.elements(step.gives)
-        if scatters := step.gives != step.gets:
+        if scatters := step.gives != step.gets:  # each device keeps only its shard of the sum
             kept = bucket.elements(step.gets)
             edit.values[result] = Slot(nbytes=kept * precision.sum_itemsize)
             elements += kept
         given = value if step is first else bucket.gradient(step.gives)
         moved = bucket.cloned(step) * itemsize or sent * itemsize * (size - 1) // size
         node = SlotNode(
-            op=op_of(step),
+            op="reduce_scatter" if scatters else "all_reduce",
             name=f"reduce[{bucket.name}{step.among and ' '}{step.among} after {run}]",
             payload=OfBucket(bucket=bucket.name, run=run),
             devices=bucket.devices,
