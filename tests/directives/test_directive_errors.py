@@ -53,7 +53,7 @@ def test_an_unknown_tag_far_from_all() -> None:
 def test_an_unknown_tag_of_a_backward_in_halves() -> None:
     assert said(DENSE, order([[at(XX=0, PASS="BI")]])) == cleandoc("""
         order #0 (here): there is no tag 'XX'
-          asked: at(XX=0, PASS=BI)
+          asked: at(XX=0, PASS="BI")
           tags:  PP
           hint:  annotate the model with it, or split along it first
     """)
@@ -72,7 +72,7 @@ def test_a_tag_in_a_model_without_any() -> None:
 def test_a_filter_that_matches_nothing() -> None:
     assert said(EXPERTS, replicate(at(PP=2, EP=None), [0])) == cleandoc("""
         replicate #0 (here): the filter matches no node
-          asked: at(EP=-, PP=2)
+          asked: at(EP=None, PP=2)
           known: EP=0..1, PP=0..1
           hint:  use an index that exists; only an order that asks for halves makes a backward BI and BW
     """)
@@ -81,7 +81,7 @@ def test_a_filter_that_matches_nothing() -> None:
 def test_a_filter_in_an_order_that_matches_nothing() -> None:
     assert said(DENSE, split(at(), parts=1), order([[at(MB=1, PASS="BW")]])) == cleandoc("""
         order #1 (here): the filter matches no node
-          asked: at(MB=1, PASS=BW)
+          asked: at(MB=1, PASS="BW")
           known: MB=0, PP=0..1
           hint:  use an index that exists; only an order that asks for halves makes a backward BI and BW
     """)
