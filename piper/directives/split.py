@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import Directive, argument, check_whole, registered, selected, touched, whole
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, Index, inputs_from_chunks
+from piper.ir.graph import Graph, Index
 from piper.ir.node import Compute
 from piper.ir.select import At
 
@@ -52,7 +52,7 @@ class Split(Directive):
         check_whole(graph, nodes)
         chunks = {node.chunk for node in nodes}
         for chunk in graph.outline.chunks:
-            for _, source in inputs_from_chunks(chunk):
+            for source in chunk.sources:
                 if (chunk.name in chunks) != (source.chunk in chunks):
                     raise ScheduleError(
                         "a split part would meet an unsplit value",

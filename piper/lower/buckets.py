@@ -111,10 +111,8 @@ def hold_buckets(state: LoweringState) -> LoweringState:
     -->
     PP=0 reads PP=0/0; PP=0/0.param and PP=0/0.state outlive the step
     """
-    names: dict[str, list[str]] = {chunk.name: [] for chunk in state.graph.outline.chunks}
-    for bucket in state.buckets.values():
-        for reader in bucket.chunks:
-            names[reader].append(bucket.name)
+    read = grouped((chunk, name) for name, bucket in state.buckets.items() for chunk in bucket.chunks)
+    chunk_buckets = {c.name: tuple(read.get(c.name, ())) for c in state.graph.outline.chunks}
     residents = dict(state.residents)
     away = state.graph.chosen(lambda options: options.offload_state)
     for name, bucket in {**state.buckets, **state.held_buckets}.items():
@@ -124,7 +122,6 @@ def hold_buckets(state: LoweringState) -> LoweringState:
             nbytes = bucket.kept_nbytes(state.settings.state_bytes)
             on_host = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(name)] = Slot(nbytes=0, host=nbytes) if on_host else Slot(nbytes=nbytes)
-    chunk_buckets = {chunk: tuple(read) for chunk, read in names.items()}
     return replace(state, chunk_buckets=chunk_buckets, residents=residents)
 
 

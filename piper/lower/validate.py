@@ -7,7 +7,7 @@ from dataclasses import replace
 from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.graph import Graph
 from piper.ir.mesh import REPLICAS, groups_apart
 from piper.ir.node import Compute
 from piper.lower.placements import layouts_of, placements_of, spread
@@ -222,7 +222,7 @@ def check_expert_regions(graph: Graph) -> None:
                 )
             if chunk.kind not in ("expert", "unroute"):
                 continue
-            for _, source in inputs_from_chunks(chunk):
+            for source in chunk.sources:
                 producer = layout.placements[source.chunk]
                 if chunks[source.chunk].kind not in ("route", "expert"):
                     continue
