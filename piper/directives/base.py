@@ -344,20 +344,16 @@ def extent(graph: Graph) -> str:
 
 def checked_devices(devices: Sequence[int]) -> Devices:
     """Return the devices as a tuple: whole numbers from 0, at least one, none twice."""
-    bad = [device for device in devices if not is_whole(device, 0)]
-    if bad or not devices:
+    wrong = [] if devices else ["no devices are given"]
+    wrong += [f"{device!r} is not a device" for device in devices if not is_whole(device, 0)]
+    counts = {} if wrong else Counter(devices)
+    wrong += [f"device {device} is given twice" for device, times in counts.items() if times > 1]
+    if wrong:
         raise ScheduleError(
-            f"{bad[0]!r} is not a device" if bad else "no devices are given",
+            wrong[0],
             facts={"asked": f"devices={list(devices)}"},
-            hint="devices are whole numbers from 0, at least one",
+            hint="devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice",
         )
-    for device, times in Counter(devices).items():
-        if times > 1:
-            raise ScheduleError(
-                f"device {device} is given twice",
-                facts={"asked": f"devices={list(devices)}"},
-                hint="name each device once: the i-th takes the i-th slice of the samples",
-            )
     return interned(tuple(devices))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
+from piper.ir.format import listed
 from piper.ir.graph import Graph
 from piper.ir.mesh import REPLICAS, groups_apart
 from piper.ir.node import Compute
@@ -85,14 +86,10 @@ def check_placed(graph: Graph) -> None:
     unplaced = [node.name for node in graph.nodes.values() if not node.devices]
     if unplaced:
         placed = next(node for node in graph.nodes.values() if node.devices)
-        more = len(unplaced) - 4
         raise ScheduleError(
             f"{unplaced[0]} is placed on no device",
             by="strategy",
-            facts={
-                "unplaced": ", ".join(unplaced[:4]) + (f" and {more} more" if more > 0 else ""),
-                "placed": f"{placed.name} on {show(placed.devices)}",
-            },
+            facts={"unplaced": listed(unplaced), "placed": f"{placed.name} on {show(placed.devices)}"},
             hint="place every region, or none for a single device",
         )
 

@@ -92,7 +92,7 @@ def test_no_devices(make: Callable[..., Directive]) -> None:
     assert said(EXPERTS, make(at(EP="*"), [])) == cleandoc(f"""
         {make.__name__.lower()} #0 (here): no devices are given
           asked: devices=[]
-          hint:  devices are whole numbers from 0, at least one
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 
@@ -101,7 +101,7 @@ def test_a_bad_device(bad: int) -> None:
     assert said(DENSE, place(at(), [0, bad])) == cleandoc(f"""
         place #0 (here): {bad!r} is not a device
           asked: devices=[0, {bad!r}]
-          hint:  devices are whole numbers from 0, at least one
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 
@@ -109,7 +109,7 @@ def test_a_device_given_twice() -> None:
     assert said(DENSE, replicate(at(), [0, 1, 0])) == cleandoc("""
         replicate #0 (here): device 0 is given twice
           asked: devices=[0, 1, 0]
-          hint:  name each device once: the i-th takes the i-th slice of the samples
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 
