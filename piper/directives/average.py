@@ -66,17 +66,11 @@ class Average(ChunkDirective):
                 facts={"left out": next(name for name in graph.nodes if name not in names)},
                 hint="select everything: average(at(), ...)",
             )
-        if self.fragments > self.every:
+        if self.fragments > self.every or self.every <= self.overlap:
             raise ScheduleError(
-                f"{self.fragments} fragments do not get a step each",
-                facts={"asked": f"fragments={self.fragments}, every={self.every}"},
-                hint="at most one fragment for each of the steps between two averages",
-            )
-        if self.overlap >= self.every > 0 and self.overlap:
-            raise ScheduleError(
-                "an average would begin before the last one is merged",
-                facts={"asked": f"overlap={self.overlap}, every={self.every}"},
-                hint="let overlap be less than every",
+                f"{self.every} steps are too few from one average to the next",
+                facts={"asked": f"fragments={self.fragments}, overlap={self.overlap}, every={self.every}"},
+                hint="at most one fragment for each of these steps, and an overlap of fewer steps",
             )
         if self.keep is not None and not self.overlap:
             raise ScheduleError(
