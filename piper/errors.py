@@ -27,6 +27,10 @@ class PiperError(ValueError):
 class ScheduleError(PiperError):
     """A directive that cannot be applied, or a strategy that can never run."""
 
+    def __init__(self, what: str, *, by: str = "", facts: Mapping[str, str] | None = None, hint: str) -> None:
+        """Make the error. by: empty inside a directive, which `naming` adds."""
+        super().__init__(what, by=by, facts=facts, hint=hint)
+
 
 class CompilerError(PiperError):
     """Plans that fail their proof: a bug in Piper, which this strategy shows."""

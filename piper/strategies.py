@@ -264,4 +264,4 @@ def copies(dp: int, zero: int, bucket_mb: float | None = None, within: int | Non
 def check_numbers(by: str, zero: int, **numbers: int) -> None:
     """Refuse numbers that are not whole or below 1, and a ZeRO level that does not exist."""
     need_whole(by, **numbers)
-    check_value(by, "zero", zero, ZERO, ZERO_LEVELS)
+    check_value("zero", zero, ZERO, ZERO_LEVELS, by)

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules": {"errors", "ir", "directives"},
     "strategies": {"directives", "errors", "ir", "schedules"},
     "lower": {"errors", "ir", "plan", "process", "proof"},
-    "proof": {"ir", "plan", "process"},
+    "proof": {"ir", "plan"},
     "simulate": {"errors", "ir", "plan", "process", "version"},
     "view": {
         "errors",

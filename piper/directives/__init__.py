@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from piper.directives.average import average, first_group
-from piper.directives.base import Directive
+from piper.directives.base import Directive, naming
 from piper.directives.offload import offload
 from piper.directives.order import Order as Order
 from piper.directives.order import order
@@ -52,9 +52,14 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
                 by=f"strategy[{number}]",
                 hint="a strategy is a flat list of directives: add a schedule with +, not inside the list",
             )
-        directive.check_arguments(number)
-        if orders or not isinstance(directive, Order):
-            graph = directive.apply(graph, number)
-        asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
+        title = directive.title(number)
+        with naming(title):
+            directive.check_arguments()
+            if orders or not isinstance(directive, Order):
+                graph = directive.apply(graph, number)
+        asked = AppliedDirective(verb=directive.verb, title=title, places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
-    return first_group(with_common_policies(graph))
+    graph = with_common_policies(graph)
+    averages = [each.title for each in graph.directives if each.verb == "average"]
+    with naming("".join(averages[-1:])):
+        return first_group(graph)

@@ -15,11 +15,11 @@ KEEP = 0.5  # as Streaming DiLoCo
 OUTER: Mapping[str, float] = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  # settings, and their defaults
 
 
-def given_settings(by: str, key: str, given: object) -> object:
+def given_settings(key: str, given: object) -> object:
     """Return the settings that a directive is given, as pairs. None: none are given."""
     if given is not None and not isinstance(given, Mapping | tuple):
         hint = 'give settings of SGD: outer={"lr": 0.7}'
-        raise ScheduleError(f"{key}={given!r} is not a dict", by=by, hint=hint)
+        raise ScheduleError(f"{key}={given!r} is not a dict", hint=hint)
     return tuple(given.items()) if isinstance(given, Mapping) else given
 
 
@@ -52,12 +52,10 @@ class Average(ChunkDirective):
     )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
-        across = checked_devices(self.across, by)
+        across = checked_devices(self.across)
         if len(across) < 2:
             raise ScheduleError(
                 "there is nothing to average with a single group",
-                by=by,
                 facts={"asked": f"across={list(across)}"},
                 hint="name one device of each group: across=[0, 4] for the groups of devices 0 and 4",
             )
@@ -65,28 +63,18 @@ class Average(ChunkDirective):
             names = {node.name for node in nodes}
             raise ScheduleError(
                 "groups train apart with the whole model",
-                by=by,
                 facts={"left out": next(name for name in graph.nodes if name not in names)},
                 hint="select everything: average(at(), ...)",
             )
-        if self.fragments > self.every:
+        if self.fragments > self.every or self.every <= self.overlap:
             raise ScheduleError(
-                f"{self.fragments} fragments do not get a step each",
-                by=by,
-                facts={"asked": f"fragments={self.fragments}, every={self.every}"},
-                hint="at most one fragment for each of the steps between two averages",
-            )
-        if self.overlap >= self.every > 0 and self.overlap:
-            raise ScheduleError(
-                "an average would begin before the last one is merged",
-                by=by,
-                facts={"asked": f"overlap={self.overlap}, every={self.every}"},
-                hint="let overlap be less than every",
+                f"{self.every} steps are too few from one average to the next",
+                facts={"asked": f"fragments={self.fragments}, overlap={self.overlap}, every={self.every}"},
+                hint="at most one fragment for each of these steps, and an overlap of fewer steps",
             )
         if self.keep is not None and not self.overlap:
             raise ScheduleError(
                 "a group keeps nothing of its own where the average is merged at once",
-                by=by,
                 facts={"asked": f"keep={self.keep}, overlap=0"},
                 hint="leave keep out, or let the average travel during some steps: overlap=1",
             )
@@ -95,14 +83,14 @@ class Average(ChunkDirective):
             groups=tuple((device,) for device in across),
             every=self.every,
             stream=self.stream or STREAM,
-            outer=self._outer_step(by),
+            outer=self._outer_step(),
             fragments=self.fragments,
             overlap=self.overlap,
             keep=(KEEP if self.keep is None else self.keep) if self.overlap else 0.0,
         )
         return replace(graph, averaging=asked)
 
-    def _outer_step(self, by: str) -> OuterStep:
+    def _outer_step(self) -> OuterStep:
         """Return the outer optimizer. Refuse settings that SGD does not have."""
         given = dict(self.outer or {})
         lr, momentum, nesterov = (given.get(key, default) for key, default in OUTER.items())
@@ -112,7 +100,6 @@ class Average(ChunkDirective):
             return OuterStep(lr=lr, momentum=momentum, nesterov=bool(nesterov))
         raise ScheduleError(
             "the outer optimizer is no SGD",
-            by=by,
             facts={"asked": f"outer={given}"},
             hint='give lr above 0, momentum from 0 to 1, and nesterov only with momentum: outer={"lr": 0.7}',
         )
@@ -131,44 +118,33 @@ def first_group(graph: Graph) -> Graph:
     averaging = graph.averaging
     if averaging is None:
         return graph
-    by = next(each.title for each in reversed(graph.directives) if each.verb == "average")
-    across, counterparts = tuple(group[0] for group in averaging.groups), dict[int, Devices]()
+    across, counterparts = tuple(group[0] for group in averaging.groups), dict[Devices, None]()
     first: dict[Devices, Devices] = {}
     for node in graph.nodes.values():
         if node.devices and node.devices not in first:
             size = len(node.devices) // len(across)
             first[node.devices] = interned(node.devices[:size])
-            check_groups(graph, node, len(across), by)
-            for place, device in enumerate(first[node.devices]):
-                peers = node.devices[place::size]
-                if (before := counterparts.setdefault(device, peers)) != peers:
-                    raise ScheduleError(
-                        "two regions have different groups",
-                        by=by,
-                        facts={"before": f"{show(before)} hold the same", node.chunk: f"{show(peers)} do"},
-                        hint="list the devices of every region group by group, in the same order of groups",
-                    )
-    if across not in counterparts.values():
-        groups = "; ".join(map(show, list(counterparts.values())[:4]))
+            check_groups(graph, node, len(across))
+            counterparts |= dict.fromkeys(node.devices[place::size] for place in range(size))
+    if across not in counterparts:
+        groups = "; ".join(map(show, list(counterparts)[:4]))
         raise ScheduleError(
             f"{show(across)} do not hold the same part of the model",
-            by=by,
             facts={"asked": f"across={list(across)}", "hold the same": groups or "nothing is placed"},
             hint="groups are neighbours in the order that devices are listed in: name one device of each",
         )
-    if len({d for peers in counterparts.values() for d in peers}) < len(counterparts) * len(across):
+    if len({d for peers in counterparts for d in peers}) < len(counterparts) * len(across):
         raise ScheduleError(
             "a device would be in two groups",
-            by=by,
-            facts={"hold the same": "; ".join(map(show, counterparts.values()))},
+            facts={"hold the same": "; ".join(map(show, counterparts))},
             hint="list the devices of every region group by group, in the same order of groups",
         )
     graph = graph.update(replace(node, devices=first.get(node.devices, ())) for node in graph.nodes.values())
-    copies = tuple(zip(*counterparts.values(), strict=True))
+    copies = tuple(zip(*counterparts, strict=True))
     return replace(graph, averaging=replace(averaging, groups=copies))
 
 
-def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
+def check_groups(graph: Graph, node: Compute, groups: int) -> None:
     """Refuse a region whose devices do not make up equal groups."""
     policy, count = graph.policy(node.chunk), len(node.devices)
     together = policy.inner
@@ -176,7 +152,6 @@ def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
         sharded = {"sharded": f"over {together} devices"} if together > 1 else {}
         raise ScheduleError(
             f"{count} devices do not make up {groups} equal groups",
-            by=by,
             facts={"region": node.chunk, "devices": show(node.devices), **sharded},
             hint="place every region on as many devices in each group, and shard it within a group",
         )

@@ -5,7 +5,8 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +18,7 @@ from piper.ir.node import Compute
 from piper.ir.numbers import is_number, is_whole
 from piper.ir.select import At, show_index
 
-Given = Callable[[str, str, object], object]  # of the directive and the argument by name, and a value
+Given = Callable[[str, object], object]  # of the name and the value of an argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,16 @@ def argument(
     return field(metadata=about) if default is MISSING else field(default=default, metadata=about)
 
 
-def check_value(by: str, name: str, value: object, domain: Domain, hint: str) -> None:
+@contextmanager
+def naming(by: str) -> Iterator[None]:
+    """Name the directive in what is refused inside the block."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise (error if error.by else error.located(by)) from error.__cause__
+
+
+def check_value(name: str, value: object, domain: Domain, hint: str, by: str = "") -> None:
     """Refuse a value that is not of a domain."""
     if not domain.has(value):
         raise ScheduleError(f"{name} must be {domain.words}, got {value!r}", by=by, hint=hint)
@@ -91,35 +101,35 @@ def source_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def given_filter(by: str, key: str, at: object) -> At:
+def given_filter(key: str, at: object) -> At:
     """Return the filter that a directive is given, or refuse it."""
     if not isinstance(at, At):
         hint = "select nodes with at(): at(PP=0), or at() for all of them"
-        raise ScheduleError(f"{at!r} is not a filter", by=by, hint=hint)
+        raise ScheduleError(f"{at!r} is not a filter", hint=hint)
     return at
 
 
-def given_devices(by: str, key: str, devices: object) -> Devices:
+def given_devices(key: str, devices: object) -> Devices:
     """Return the devices that a directive is given, as a tuple. `apply` checks their values."""
     if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
         hint = f"list the devices in order: {key}=[0, 1]"
-        raise ScheduleError(f"{key}={devices!r} is not a list", by=by, hint=hint)
+        raise ScheduleError(f"{key}={devices!r} is not a list", hint=hint)
     return tuple(devices)
 
 
-def given_stream(by: str, key: str, stream: object) -> object:
+def given_stream(key: str, stream: object) -> object:
     """Return the stream name that a directive is given. None: no stream is given."""
     if stream is not None and not (isinstance(stream, str) and STREAM.fullmatch(stream)):
         hint = f'name the stream in one word: {key}="pp"'
-        raise ScheduleError(f"{key}={stream!r} is not a name", by=by, hint=hint)
+        raise ScheduleError(f"{key}={stream!r} is not a name", hint=hint)
     return stream
 
 
-def given_tag(by: str, key: str, tag: object) -> object:
+def given_tag(key: str, tag: object) -> object:
     """Return the tag that a directive is given. `apply` checks that the model has it. None: no tag."""
     if tag is not None and not isinstance(tag, str):
         hint = f'name a tag of the model: {key}="PP"'
-        raise ScheduleError(f"{key}={tag!r} is not a tag", by=by, hint=hint)
+        raise ScheduleError(f"{key}={tag!r} is not a tag", hint=hint)
     return tag
 
 
@@ -136,13 +146,13 @@ class Directive:
 
     def __post_init__(self) -> None:
         """Hold the arguments as they are used, and refuse those of the wrong kind."""
-        for one in fields(self):
-            given = one.metadata.get("given") or GIVEN.get(one.type)
-            if one.name.endswith("stream"):
-                given = given_stream
-            if given is not None:
-                value = given(f"{self.verb} ({self.source})", one.name, getattr(self, one.name))
-                object.__setattr__(self, one.name, value)
+        with naming(f"{self.verb} ({self.source})"):
+            for one in fields(self):
+                given = one.metadata.get("given") or GIVEN.get(one.type)
+                if one.name.endswith("stream"):
+                    given = given_stream
+                if given is not None:
+                    object.__setattr__(self, one.name, given(one.name, getattr(self, one.name)))
 
     @property
     def verb(self) -> str:
@@ -163,12 +173,12 @@ class Directive:
         """Return the directive's name in messages: its number in the strategy and its source line."""
         return f"{self.verb} #{number} ({self.source})"
 
-    def check_arguments(self, number: int) -> None:
+    def check_arguments(self) -> None:
         """Refuse arguments that are not of their domains."""
         for one in fields(self):
             domain, value = one.metadata.get("domain"), getattr(self, one.name)
             if domain is not None and not (value is None and one.default is None):
-                check_value(self.title(number), one.name, value, domain, one.metadata["hint"])
+                check_value(one.name, value, domain, one.metadata["hint"])
 
     def apply(self, graph: Graph, number: int) -> Graph:
         """Return the graph after this directive. Raise ScheduleError when it cannot be applied."""
@@ -186,9 +196,8 @@ class ChunkDirective(Directive):
     at: At
 
     def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        nodes = selected(graph, self.at, by)
-        check_whole(graph, nodes, by)
+        nodes = selected(graph, self.at)
+        check_whole(graph, nodes)
         graph = self.decide(graph, nodes, number)
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
@@ -203,9 +212,8 @@ class PlacingDirective(Directive):
     devices: Sequence[int]
 
     def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        devices = checked_devices(self.devices, by)
-        nodes = selected(graph, self.at, by)
+        devices = checked_devices(self.devices)
+        nodes = selected(graph, self.at)
         graph = self.decide(graph, nodes, number)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
@@ -255,22 +263,21 @@ def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
     return next((_KNOWN[rank, key] for key in keys if (rank, key) in _KNOWN), usual)
 
 
-def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "group") -> int:
+def group_size(ways: int | None, devices: Sequence[int], kind: str = "group") -> int:
     """Return how many devices form one group: `ways`, or all. Refuse a number that does not divide them."""
     size = len(devices) if ways is None else ways
     if not is_whole(size, 1) or len(devices) % size:
         raise ScheduleError(
             f"{len(devices)} devices cannot form groups of {size!r}",
-            by=by,
             facts={"asked": f"ways={size!r}, devices={list(devices)}"},
             hint=f"ways is the size of one {kind}: a divisor of the number of devices",
         )
     return size
 
 
-def selected(graph: Graph, at: At, by: str) -> list[Compute]:
+def selected(graph: Graph, at: At) -> list[Compute]:
     """Return the nodes that `at` selects. Refuse unknown tags and an empty selection."""
-    check_tags(graph, at, by)
+    check_tags(graph, at)
     nodes = graph.select(at)
     if not nodes:
         empty = [
@@ -282,14 +289,13 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
         ]
         raise ScheduleError(
             "the filter matches no node",
-            by=by,
             facts={"asked": str(at), "known": extent(graph)} | ({"empty": "; ".join(empty)} if empty else {}),
             hint="use an index that exists; only an order that asks for halves makes a backward BI and BW",
         )
     return nodes
 
 
-def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
+def check_whole(graph: Graph, nodes: list[Compute]) -> None:
     """Refuse a filter that selects only some nodes of a chunk."""
     # The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
     # is saved.
@@ -299,13 +305,12 @@ def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
     if outside is not None:
         raise ScheduleError(
             "the filter cuts through a chunk",
-            by=by,
             facts={"matched": nodes[0].name, "left out": outside.name},
             hint="select whole regions: leave PASS and axes of split out of the filter",
         )
 
 
-def check_tags(graph: Graph, at: At, by: str) -> None:
+def check_tags(graph: Graph, at: At) -> None:
     """Refuse a filter by a tag that nothing has, and several indices of which one does not exist."""
     for tag, asked in at.tags:
         if tag not in graph.index.indices:
@@ -315,7 +320,6 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
             way_out = "annotate the model with it, or split along it first"
             raise ScheduleError(
                 f"there is no tag {tag!r}",
-                by=by,
                 facts={"asked": str(at), "tags": ", ".join(known) or "none: the model has no annotations"},
                 hint=f"did you mean {spelt[close[0]]!r}?" if close else way_out,
             )
@@ -323,7 +327,6 @@ def check_tags(graph: Graph, at: At, by: str) -> None:
             if index not in graph.index.indices[tag] and (tag, index) not in graph.outline.empty:
                 raise ScheduleError(
                     f"there is no {tag}={index}",
-                    by=by,
                     facts={"asked": str(at), "known": extent(graph)},
                     hint="select only indices that exist",
                 )
@@ -339,24 +342,18 @@ def extent(graph: Graph) -> str:
     return ", ".join(ranges) or "no tags"
 
 
-def checked_devices(devices: Sequence[int], by: str) -> Devices:
+def checked_devices(devices: Sequence[int]) -> Devices:
     """Return the devices as a tuple: whole numbers from 0, at least one, none twice."""
-    bad = [device for device in devices if not is_whole(device, 0)]
-    if bad or not devices:
+    wrong = [] if devices else ["no devices are given"]
+    wrong += [f"{device!r} is not a device" for device in devices if not is_whole(device, 0)]
+    counts = {} if wrong else Counter(devices)
+    wrong += [f"device {device} is given twice" for device, times in counts.items() if times > 1]
+    if wrong:
         raise ScheduleError(
-            f"{bad[0]!r} is not a device" if bad else "no devices are given",
-            by=by,
+            wrong[0],
             facts={"asked": f"devices={list(devices)}"},
-            hint="devices are whole numbers from 0, at least one",
+            hint="devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice",
         )
-    for device, times in Counter(devices).items():
-        if times > 1:
-            raise ScheduleError(
-                f"device {device} is given twice",
-                by=by,
-                facts={"asked": f"devices={list(devices)}"},
-                hint="name each device once: the i-th takes the i-th slice of the samples",
-            )
     return interned(tuple(devices))
 
 

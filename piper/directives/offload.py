@@ -35,7 +35,7 @@ class Offload(ChunkDirective):
     ahead: int = argument(whole(1), default=1, hint="each copy may take so many compute nodes of the device")
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        names = saving_chunks(graph, nodes, self.at, self.title(number))
+        names = saving_chunks(graph, nodes, self.at)
         copies = HostCopies(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )

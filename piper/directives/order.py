@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from piper.directives.base import (
     Directive,
@@ -10,7 +11,6 @@ from piper.directives.base import (
     given_filter,
     registered,
     selected,
-    source_line,
     touched,
 )
 from piper.errors import ScheduleError
@@ -20,6 +20,17 @@ from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
 
 USAGE = "order([[at(...)], [at(...), at(...)]])"
+
+
+def given_groups(key: str, groups: object) -> tuple[tuple[At, ...], ...]:
+    """Return the groups that an order is given, as tuples of filters. A filter alone is a group."""
+    if isinstance(groups, At | str | dict) or not isinstance(groups, Iterable):
+        raise ScheduleError(f"{groups!r} is not a list of groups", hint=USAGE)
+    found = [(group,) if isinstance(group, At) else group for group in groups]
+    for group in found:
+        if isinstance(group, str | dict) or not isinstance(group, Iterable):
+            raise ScheduleError(f"{group!r} is not a group of filters", hint=USAGE)
+    return tuple(tuple(given_filter(key, at) for at in group) for group in found)
 
 
 @registered(4)
@@ -32,29 +43,26 @@ class Order(Directive):
     F[PP=0 MB=0] ..> BI[PP=0 MB=0] ..> BW[PP=0 MB=0]      (naming BI or BW splits that backward)
     """
 
-    groups: tuple[tuple[At, ...], ...] = argument(key="filters")
+    groups: tuple[tuple[At, ...], ...] = argument(key="filters", given=given_groups)
 
     def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
         if not self.groups or not all(self.groups):
             raise ScheduleError(
                 "an order needs groups, each with at least one filter",
-                by=by,
                 facts={"groups": ", ".join(str(len(group)) for group in self.groups) or "none"},
                 hint=USAGE,
             )
-        graph = self._split_backwards(graph, number, by)
+        graph = self._split_backwards(graph, number)
         groups: list[tuple[Pass, ...]] = []
         position: dict[str, int] = {}
         members: list[Compute] = []
         for place, ats in enumerate(self.groups):
             group: list[Pass] = []
             for at in ats:
-                for node in ordered(graph, at, by):
+                for node in ordered(graph, at):
                     if position.setdefault(node.name, place) != place:
                         raise ScheduleError(
                             "a node is in two groups",
-                            by=by,
                             facts={"node": node.name, "groups": f"{position[node.name]} and {place}"},
                             hint="name each node once: it runs once a step",
                         )
@@ -65,14 +73,14 @@ class Order(Directive):
         ordering = Ordering(by=number, groups=tuple(groups))
         return replace(graph.update(marked), orderings=(*graph.orderings, ordering))
 
-    def _split_backwards(self, graph: Graph, number: int, by: str) -> Graph:
+    def _split_backwards(self, graph: Graph, number: int) -> Graph:
         """Split each backward that this order names by its halves."""
         halves: dict[str, tuple[Compute, ...]] = {}
         for ats in self.groups:
             for at in ats:
                 if at.phase not in ("BI", "BW"):
                     continue
-                check_tags(graph, at, by)
+                check_tags(graph, at)
                 for cell in graph.index.find(at):
                     node = graph.nodes.get(compute_name(cell.chunk, "B", cell.part))
                     if node is not None:
@@ -83,24 +91,12 @@ class Order(Directive):
 
 def order(groups: Sequence[Sequence[At] | At]) -> Order:
     """Run groups of nodes in sequence: `order([[at(...)], [at(...), at(...)]])`."""
-    by = f"order ({source_line()})"
-    if isinstance(groups, At | str | dict) or not isinstance(groups, Iterable):
-        raise ScheduleError(f"{groups!r} is not a list of groups", by=by, hint=USAGE)
-    return Order(groups=tuple(given_group(by, group) for group in groups))
+    return Order(cast(tuple[tuple[At, ...], ...], groups))
 
 
-def given_group(by: str, group: object) -> tuple[At, ...]:
-    """Return one group that an order is given, as a tuple of filters."""
-    if isinstance(group, At):
-        return (group,)
-    if isinstance(group, str | dict) or not isinstance(group, Iterable):
-        raise ScheduleError(f"{group!r} is not a group of filters", by=by, hint=USAGE)
-    return tuple(given_filter(by, "groups", at) for at in group)
-
-
-def ordered(graph: Graph, at: At, by: str) -> list[Compute]:
+def ordered(graph: Graph, at: At) -> list[Compute]:
     """Return the nodes that a filter puts in order: none where it names a backward and nothing trains."""
-    check_tags(graph, at, by)
+    check_tags(graph, at)
     nodes = graph.select(at)
     if nodes:
         return nodes
@@ -108,4 +104,4 @@ def ordered(graph: Graph, at: At, by: str) -> list[Compute]:
     cells = graph.index.find(at)
     if at.phase is not None and cells and not any(has_backward(chunks[cell.chunk]) for cell in cells):
         return []
-    return selected(graph, at, by)
+    return selected(graph, at)

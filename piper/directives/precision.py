@@ -30,13 +30,11 @@ class Precision(ChunkDirective):
     )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
         chunks = graph.chunks
         chosen = [name for name in dict.fromkeys(node.chunk for node in nodes) if chunks[name].products]
         if not chosen:
             raise ScheduleError(
                 "nothing here multiplies by the weight of a linear layer",
-                by=by,
                 facts={"asked": str(self.at), "left out": "attention, routers, the head"},
                 hint="select the regions of linear layers",
             )

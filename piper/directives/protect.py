@@ -1,11 +1,10 @@
 """`protect`: keep copies of the state in memory that outlives workers."""
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
 
 from piper.directives.base import ChunkDirective, argument, one_of, registered, whole
 from piper.errors import ScheduleError
-from piper.ir.chunk_options import APART, Apart, Protection, StateCopies
+from piper.ir.chunk_options import APART, Protection, StateCopies
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 
@@ -34,27 +33,19 @@ class Protect(ChunkDirective):
     stream: str | None = None
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
         if self.copies and self.apart == "machine" and self.devices_per_machine is None:
             raise ScheduleError(
                 "it is not known which devices share a machine",
-                by=by,
                 facts={"asked": f'copies={self.copies}, apart="machine"'},
                 hint='say how many devices a machine has, as devices_per_machine=8, or apart="device"',
             )
-        asked = Protection(
-            copies=self.copies,
-            apart=cast(Apart, self.apart),
-            every=self.every,
-            devices_per_machine=self.devices_per_machine,
-        )
+        asked = Protection(**{one.name: getattr(self, one.name) for one in fields(Protection)})
         names = dict.fromkeys(node.chunk for node in nodes)
         known = graph.chosen(lambda options: options.protect)
         other = next((copies for name, copies in known.items() if name not in names), None)
         if other is not None and other.protection != asked:
             raise ScheduleError(
                 "two directives protect parts of one state in different ways",
-                by=by,
                 facts={
                     "before": f"{shown(other.protection)}, by {graph.directives[other.by]}",
                     "here": shown(asked),

@@ -32,15 +32,14 @@ class Remat(ChunkDirective):
     across: str | None = argument(default=None, given=given_tag)
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
-        names = saving_chunks(graph, nodes, self.at, by)
-        regions = self._regions(graph, names, by)
+        names = saving_chunks(graph, nodes, self.at)
+        regions = self._regions(graph, names)
         return graph.with_options(
             names,
             lambda name, options: replace(options, budget=float(self.budget), rerun=regions.get(name)),
         )
 
-    def _regions(self, graph: Graph, names: list[str], by: str) -> dict[str, str]:
+    def _regions(self, graph: Graph, names: list[str]) -> dict[str, str]:
         """Return, for each chunk, the region around it that is recomputed, by the tags down to `across`."""
         if self.across is None:
             return {}
@@ -55,7 +54,6 @@ class Remat(ChunkDirective):
                 )
                 raise ScheduleError(
                     f"{name} lies in no region {self.across!r}",
-                    by=by,
                     facts={"asked": f"across={self.across!r}", "regions": around or "none"},
                     hint="name a tag that the model is annotated with around all of them, or select fewer",
                 )
@@ -63,14 +61,13 @@ class Remat(ChunkDirective):
         return regions
 
 
-def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> list[str]:
+def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At) -> list[str]:
     """Return the chunks of the selected nodes that save activations; refuse a selection without any."""
     chunks = graph.chunks
     names = [name for name in dict.fromkeys(node.chunk for node in nodes) if chunks[name].has_code]
     if not names:
         raise ScheduleError(
             "nothing here saves activations",
-            by=by,
             facts={"asked": str(at), "but": f"{nodes[0].chunk} only sends rows"},
             hint="select the regions around it, or its experts",
         )

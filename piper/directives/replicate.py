@@ -51,20 +51,15 @@ class Replicate(PlacingDirective):
     )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        asked = f"zero={self.zero}, within={self.within}"
-        if self.within is not None and not self.zero:
+        beyond = self.optimizer_within is not None and (self.within is None or self.zero != 3)
+        if beyond or (self.within is not None and not self.zero):
             raise ScheduleError(
-                "within= without ZeRO: there is nothing to shard inside a group",
-                by=self.title(number),
-                facts={"asked": asked},
-                hint="ask for zero=1, 2 or 3, or leave within out",
-            )
-        if self.optimizer_within is not None and (self.within is None or self.zero != 3):
-            raise ScheduleError(
-                "optimizer_within= shards the state beyond the groups of within=, under zero=3",
-                by=self.title(number),
-                facts={"asked": asked},
-                hint="ask for zero=3 and within=, or leave optimizer_within out",
+                "within= shards under ZeRO, and optimizer_within= beyond it under zero=3",
+                facts={
+                    "asked": f"zero={self.zero}, within={self.within}",
+                    "optimizer_within": str(self.optimizer_within),
+                },
+                hint="ask for zero=3 and both, for zero=1 or 2 and within, or leave them out",
             )
         return graph.with_policies(
             nodes,

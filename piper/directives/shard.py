@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from piper.directives.base import (
     Directive,
@@ -27,6 +28,18 @@ from piper.ir.sharding import Shard as ShardDim
 ATTENTION = one_of("gather", "heads", "ring")
 
 
+def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
+    """Return the names and dimensions that a directive is given as a dict, as pairs."""
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, tuple) or not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
+        hint = f'write {key}={{"name": dimension}}'
+        raise ScheduleError(f"{key}={given!r} is not a dict", hint=hint)
+    for name, dim in pairs:
+        if not isinstance(name, str) or not is_whole(dim, 0):
+            raise ScheduleError(f"{key} has {name!r}: {dim!r}", hint="give each name a dimension from 0")
+    return pairs
+
+
 @registered(2, key="axis")
 @dataclass(frozen=True, slots=True, repr=False)
 class ShardAxis(PlacingDirective):
@@ -41,8 +54,8 @@ class ShardAxis(PlacingDirective):
 
     axis: str
     ways: int | None = None
-    weights: tuple[tuple[str, int], ...] = ()
-    batch: tuple[tuple[str, int], ...] = ()
+    weights: tuple[tuple[str, int], ...] = argument(default=(), given=given_dims)
+    batch: tuple[tuple[str, int], ...] = argument(default=(), given=given_dims)
     between: int | None = argument(
         whole(1), default=None, hint="between=1 shards the sequence; 0 is the samples"
     )
@@ -55,16 +68,14 @@ class ShardAxis(PlacingDirective):
         return "shard"
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by = self.title(number)
-        self._check_words(by)
+        self._check_words()
         if any(self.axis in dict(chunk.tags) for chunk in graph.outline.chunks if chunk.kind != "collective"):
             raise ScheduleError(
                 f"{self.axis!r} is a tag of the model already",
-                by=by,
                 facts={"asked": f"axis={self.axis!r}"},
                 hint="collectives carry the axis as a tag: name an axis that no annotation uses",
             )
-        ways, zigzag = group_size(self.ways, self.devices, by), self.balance == "zigzag"
+        ways, zigzag = group_size(self.ways, self.devices), self.balance == "zigzag"
         own = AxisPolicy(
             axis=self.axis,
             degree=ways,
@@ -83,31 +94,17 @@ class ShardAxis(PlacingDirective):
 
         return graph.with_policies(nodes, sharded)
 
-    def _check_words(self, by: str) -> None:
+    def _check_words(self) -> None:
         """Refuse arguments that fit no model."""
         if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis == "PASS":
             raise ScheduleError(
-                f"axis={self.axis!r} is not a name", by=by, hint='name the axis in one word: axis="TP"'
+                f"axis={self.axis!r} is not a name", hint='name the axis in one word: axis="TP"'
             )
         if not self.weights and not self.batch:
             raise ScheduleError(
                 f"axis={self.axis!r} shards nothing",
-                by=by,
                 hint="tensor parallelism needs weights={...}, context parallelism batch={...}",
             )
-
-
-def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
-    """Return the names and dimensions that a directive is given as a dict."""
-    by = f"shard ({source_line()})"
-    if not isinstance(given, Mapping):
-        hint = f'write {key}={{"name": dimension}}'
-        raise ScheduleError(f"{key}={given!r} is not a dict", by=by, hint=hint)
-    for name, dim in given.items():
-        if not isinstance(name, str) or not is_whole(dim, 0):
-            hint = "give each name a dimension from 0"
-            raise ScheduleError(f"{key} has {name!r}: {dim!r}", by=by, hint=hint)
-    return tuple(given.items())
 
 
 @registered(2)
@@ -126,25 +123,23 @@ class Shard(PlacingDirective):
     capacity: float | None = None
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        by, chunks = self.title(number), graph.chunks
+        chunks = graph.chunks
         experts = [name for name in dict.fromkeys(n.chunk for n in nodes) if chunks[name].kind in ROUTED]
         if not experts:
             raise ScheduleError(
                 "nothing here can be sharded by expert",
-                by=by,
                 facts={"asked": str(self.at), "but": f"{nodes[0].chunk} has no route ... unroute"},
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",
             )
-        ways = group_size(self.ways, self.devices, by, "expert group")
+        ways = group_size(self.ways, self.devices, "expert group")
         if self.capacity is not None:
-            self.check_capacity(ways, by)
+            self.check_capacity(ways)
         if self.clones:
-            self.check_clones([chunks[name] for name in experts], ways, by)
+            self.check_clones([chunks[name] for name in experts], ways)
         for name in experts:
             if chunks[name].experts % ways:
                 raise ScheduleError(
                     f"{chunks[name].experts} experts do not divide by {ways}",
-                    by=by,
                     facts={"region": name, "asked": f"ways={ways}"},
                     hint="choose ways among the divisors of the number of experts",
                 )
@@ -162,17 +157,16 @@ class Shard(PlacingDirective):
             ),
         )
 
-    def check_capacity(self, ways: int, by: str) -> None:
+    def check_capacity(self, ways: int) -> None:
         """Refuse room for fewer rows than even routing sends, or for more than there are."""
         if self.clones or not is_number(self.capacity) or not 1 <= self.capacity <= ways:
             raise ScheduleError(
                 f"blocks of rows cannot have room for {self.capacity!r} even shares",
-                by=by,
                 facts={"ways": str(ways), **({"clones": str(self.clones)} if self.clones else {})},
                 hint="capacity is from 1, for even routing, to ways, for any routing; without clones",
             )
 
-    def check_clones(self, chunks: Sequence[Chunk], ways: int, by: str) -> None:
+    def check_clones(self, chunks: Sequence[Chunk], ways: int) -> None:
         """Refuse room for more experts than other devices have, and clones of experts with buffers."""
         for chunk in chunks:
             others = chunk.experts - chunk.experts // ways
@@ -180,7 +174,6 @@ class Shard(PlacingDirective):
                 buffers = {"buffers": ", ".join(chunk.buffers)} if chunk.buffers else {}
                 raise ScheduleError(
                     f"a device cannot have {self.clones!r} clones of these experts",
-                    by=by,
                     facts={"region": chunk.name, "experts of other devices": str(others), **buffers},
                     hint="clones is from 0 to that number, of experts that have parameters only",
                 )
@@ -251,8 +244,8 @@ def shard(
             devices=devices,
             axis=axis if axis is not None else ("TP" if weights else "CP"),
             ways=ways,
-            weights=given_dims("weights", weights or {}),
-            batch=given_dims("batch", batch or {}),
+            weights=cast(Any, weights or {}),  # as pairs: see `given_dims`
+            batch=cast(Any, batch or {}),
             between=between,
             attention=attention,
             balance=balance,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import Directive, argument, check_whole, registered, selected, touched, whole
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, Index, inputs_from_chunks
+from piper.ir.graph import Graph, Index
 from piper.ir.node import Compute
 from piper.ir.select import At
 
@@ -29,17 +29,15 @@ class Split(Directive):
     )
 
     def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        nodes = selected(graph, self.at, by)
+        nodes = selected(graph, self.at)
         taken = {*graph.index.indices, "PASS"}
         if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis in taken:
             raise ScheduleError(
                 f"{self.axis!r} cannot name the parts",
-                by=by,
                 facts={"taken": ", ".join(sorted(taken))},
                 hint="choose a word that no annotation and no earlier split uses",
             )
-        self._check_whole(graph, nodes, by)
+        self._check_whole(graph, nodes)
         copies: dict[str, tuple[Compute, ...]] = {}
         for node in nodes:
             parts = [(*node.part, (self.axis, i)) for i in range(self.parts)]
@@ -49,16 +47,15 @@ class Split(Directive):
         axes = {**graph.parts, **{c: (*graph.parts[c], (self.axis, self.parts)) for c in chunks}}
         return replace(graph.splice(copies), index=Index(graph.outline, axes), parts=axes)
 
-    def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
+    def _check_whole(self, graph: Graph, nodes: list[Compute]) -> None:
         """Refuse a filter that mixes split and unsplit values: their samples would not line up."""
-        check_whole(graph, nodes, by)
+        check_whole(graph, nodes)
         chunks = {node.chunk for node in nodes}
         for chunk in graph.outline.chunks:
-            for _, source in inputs_from_chunks(chunk):
+            for source in chunk.sources:
                 if (chunk.name in chunks) != (source.chunk in chunks):
                     raise ScheduleError(
                         "a split part would meet an unsplit value",
-                        by=by,
                         facts={
                             "split": chunk.name if chunk.name in chunks else source.chunk,
                             "unsplit": source.chunk if chunk.name in chunks else chunk.name,

@@ -142,6 +142,11 @@ class Chunk:
         return self.kind in ("compute", "expert")
 
     @property
+    def sources(self) -> list[Output]:
+        """Return the inputs that other chunks produce."""
+        return [source for source in self.inputs if isinstance(source, Output)]
+
+    @property
     def drawer(self) -> str:
         """Return who draws its random numbers: a region, whose pieces run in order, or a chunk of experts."""
         return f"{self.name} expert" if self.kind == "expert" else region_name(self.tags)

@@ -4,14 +4,14 @@ Replicas are not expanded: a node carries its whole set of devices, so the graph
 of data parallelism. Data edges are not stored but derived from the chunks, so no rewrite can leave one stale.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
 from piper.ir.averaging import Averaging
-from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Phase, Tags
 from piper.ir.chunk_options import ChunkOptions, Policy, Protection
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass
@@ -206,10 +206,3 @@ def start(outline: CapturedModel) -> Graph:
 def has_backward(chunk: Chunk) -> bool:
     """Return whether a chunk has anything to differentiate."""
     return not chunk.phases or "B" in chunk.phases
-
-
-def inputs_from_chunks(chunk: Chunk) -> Iterator[tuple[int, Output]]:
-    """Yield a chunk's inputs that other chunks produce, with their positions."""
-    for position, source in enumerate(chunk.inputs):
-        if isinstance(source, Output):
-            yield position, source

@@ -25,17 +25,9 @@ class At:
     tags: tuple[tuple[str, Index], ...] = ()
     phase: Phase | None = None  # None: any
 
-    def __str__(self) -> str:
-        shown = [f"{tag}={show_index(index)}" for tag, index in self.tags]
-        return "at(" + ", ".join([*shown, *([f"PASS={self.phase}"] if self.phase else [])]) + ")"
-
     def __repr__(self) -> str:
         """Return the call of `at` that makes this filter."""
-        words = {None: "None", "*": '"*"'}
-        shown = [
-            f"{tag}={show_index(index) if isinstance(index, int | tuple) else words[index]}"
-            for tag, index in self.tags
-        ]
+        shown = [f"{tag}={show_index(index)}" for tag, index in self.tags]
         return "at(" + ", ".join([*shown, *([f'PASS="{self.phase}"'] if self.phase else [])]) + ")"
 
     def narrowed(self, phase: Phase, **tags: Index) -> "At":
@@ -44,11 +36,9 @@ class At:
 
 
 def show_index(index: Index) -> str:
-    """Write what a filter asks of a tag: `0`, `*`, `-` for without, `[0, 2]`, `range(0, 4)`."""
-    if index is None:
-        return "-"
+    """Write what a filter asks of a tag as Python: `0`, `"*"`, `None`, `[0, 2]`, `range(0, 4)`."""
     if not isinstance(index, tuple):
-        return str(index)
+        return '"*"' if index == "*" else str(index)
     whole = range(index[0], index[-1] + 1)
     return f"range({whole.start}, {whole.stop})" if len(index) > 2 and index == (*whole,) else f"{[*index]}"
 

@@ -190,7 +190,7 @@ def flat_runs(shape: Sequence[int], shardings: Sequence[Sharding], position: int
     inner = math.prod(shape[last + 1 :])
     indices = [indices_of_dim(dim, whole[dim], shardings, position) for dim in range(last + 1)]
     strides = [math.prod(whole[dim + 1 :]) for dim in range(last + 1)]
-    blocks = list(_blocks(indices[last]))
+    blocks = [(indices[last][first], size) for first, size in progressions(indices[last], 1)]
     row = shape[last] * inner  # of the slice
     bases = [
         sum(index * stride for index, stride in zip(outer, strides, strict=False))
@@ -211,26 +211,20 @@ def flat_runs(shape: Sequence[int], shardings: Sequence[Sharding], position: int
             before += size * inner
 
 
-def progressions(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the places of runs of equally spaced numbers: where each begins, and how many it has."""
+def progressions(numbers: Sequence[int], apart: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield the places of runs of equally spaced numbers: where each begins, and how many it has.
+
+    apart: the space between them. None: any.
+    """
     start = 0
     while start < len(numbers):
         end = start + 1
         if end < len(numbers):
-            step = numbers[end] - numbers[start]
+            step = numbers[end] - numbers[start] if apart is None else apart
             while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
                 end += 1
         yield start, end - start
         start = end
-
-
-def _blocks(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the runs of neighbouring numbers: the first of each, and how many."""
-    start = 0
-    for i in range(1, len(indices) + 1):
-        if i == len(indices) or indices[i] != indices[i - 1] + 1:
-            yield indices[start], i - start
-            start = i
 
 
 def show_shard(shard: Shard | None) -> str:

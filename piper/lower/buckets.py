@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import CapturedModel, Chunk, Parameter
+from piper.ir.chunk import Chunk, Parameter
 from piper.ir.devices import Devices, interned, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.grouping import grouped
-from piper.ir.ids import SlotId, param_slot, state_slot
+from piper.ir.ids import param_slot, state_slot
 from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
 from piper.lower.placements import ChunkPlacement, clones_of, placements_of
@@ -40,7 +40,10 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
     PP=0/0: a, b     PP=1/0: c     tied@PP=0: tied     tied@PP=1: tied
     """
     placements = placements_of(graph)
-    parameters = {p.name: p for p in trained(graph.outline)}
+    reached = graph.outline.reached  # what no backward reaches is not trained
+    parameters = {
+        p.name: replace(p, trainable=p.trainable and p.name in reached) for p in graph.outline.parameters
+    }
     users = grouped((name, chunk.name) for chunk in graph.outline.chunks for name in chunk.params)
     read: dict[str, Bucket] = {}
     why: list[str] = []
@@ -108,19 +111,18 @@ def hold_buckets(state: LoweringState) -> LoweringState:
     -->
     PP=0 reads PP=0/0; PP=0/0.param and PP=0/0.state outlive the step
     """
-    names: dict[str, list[str]] = {chunk.name: [] for chunk in state.graph.outline.chunks}
-    for bucket in state.buckets.values():
-        for reader in bucket.chunks:
-            names[reader].append(bucket.name)
-    residents = residents_of(state.buckets.values(), state)
-    for slot, size in residents_of(state.held_buckets.values(), state).items():
-        if slot.kind == "state":
-            residents[slot] = size
-    return replace(
-        state,
-        chunk_buckets={chunk: tuple(read) for chunk, read in names.items()},
-        residents={**state.residents, **residents},
-    )
+    read = grouped((chunk, name) for name, bucket in state.buckets.items() for chunk in bucket.chunks)
+    chunk_buckets = {c.name: tuple(read.get(c.name, ())) for c in state.graph.outline.chunks}
+    residents = dict(state.residents)
+    away = state.graph.chosen(lambda options: options.offload_state)
+    for name, bucket in {**state.buckets, **state.held_buckets}.items():
+        if name in state.buckets:
+            residents[param_slot(name)] = Slot(nbytes=state.buckets[name].held_nbytes)
+        if bucket.trainable:
+            nbytes = bucket.kept_nbytes(state.settings.state_bytes)
+            on_host = not away.keys().isdisjoint(bucket.chunks)
+            residents[state_slot(name)] = Slot(nbytes=0, host=nbytes) if on_host else Slot(nbytes=nbytes)
+    return replace(state, chunk_buckets=chunk_buckets, residents=residents)
 
 
 def every_parameter_has_a_bucket(state: LoweringState) -> Iterator[str]:
@@ -130,13 +132,6 @@ def every_parameter_has_a_bucket(state: LoweringState) -> Iterator[str]:
         for name in chunk.params:
             if bucketed.count(name) != 1:
                 yield f"{chunk.name} finds {name} in {bucketed.count(name)} of its buckets"
-
-
-def trained(outline: CapturedModel) -> Iterator[Parameter]:
-    """Yield all parameters, with `trainable` False for those that no backward reaches."""
-    reached = outline.reached
-    for param in outline.parameters:
-        yield replace(param, trainable=param.trainable and param.name in reached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,21 +323,6 @@ def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, s
         if by_expert
         else "shard all regions that share it along the same axes",
     )
-
-
-def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId, Slot]:
-    """Return the slots that outlive a step: parameters, master copies and optimizer state."""
-    away = state.graph.chosen(lambda options: options.offload_state)
-    residents: dict[SlotId, Slot] = {}
-    for bucket in buckets:
-        residents[param_slot(bucket.name)] = Slot(nbytes=bucket.held_nbytes)
-        if bucket.trainable:
-            nbytes = bucket.kept_nbytes(state.settings.state_bytes)
-            offloaded = not away.keys().isdisjoint(bucket.chunks)
-            residents[state_slot(bucket.name)] = Slot(
-                nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0
-            )
-    return residents
 
 
 def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:

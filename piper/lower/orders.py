@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import Output
 from piper.ir.devices import Devices, show
 from piper.ir.graph import SELECTED, Graph, Ordering, microbatches_of
 from piper.ir.ids import Pass, SlotId
@@ -163,8 +162,7 @@ def depths(graph: Graph) -> dict[str, int]:
     placements = {chunk: node.devices for chunk, node in first_nodes(graph).items()}
     depth = {chunk.name: 1 for chunk in graph.outline.chunks}
     for chunk in reversed(graph.outline.chunks):
-        for source in chunk.inputs:
-            if isinstance(source, Output):
-                hop = placements[source.chunk] != placements[chunk.name]
-                depth[source.chunk] = max(depth[source.chunk], depth[chunk.name] + hop)
+        for source in chunk.sources:
+            hop = placements[source.chunk] != placements[chunk.name]
+            depth[source.chunk] = max(depth[source.chunk], depth[chunk.name] + hop)
     return depth

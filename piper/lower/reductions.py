@@ -1,14 +1,14 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from piper.ir.devices import Devices, columns, show
 from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Compute, SlotNode
 from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
-from piper.plan.bucket import Bucket, ShardCollective
-from piper.plan.ops import OfBucket, Op
+from piper.plan.bucket import Bucket
+from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot
 
 GRADIENTS = ("gradient", "grad")  # slots that backwards write
@@ -37,25 +37,6 @@ def add_reductions(state: LoweringState) -> LoweringState:
         else:
             reduce_once(edit, bucket, given)
     return edit.apply()
-
-
-def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
-    """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
-    read = {value for node in state.sequence for value in node.reads}
-    written = {value for node in state.sequence for value in node.writes}
-    reduced = {(node.op, value) for node in state.sequence for value in node.writes}
-    gives = gradient_givers(state)
-    for bucket in state.buckets.values():
-        if bucket.name not in gives:
-            continue
-        if bucket.gradient() not in written:
-            yield f"{bucket.name} has no gradient to apply"
-        for step in bucket.reductions:
-            if (op_of(step), bucket.gradient(step.gets)) not in reduced:
-                yield f"{bucket.name} is never reduced {step.among or 'over replicas'}"
-        for value in gives[bucket.name].values():
-            if value not in read and value != bucket.gradient():
-                yield f"the gradient {value} is lost"
 
 
 def gradient_givers(state: LoweringState) -> dict[str, dict[int, SlotId]]:
@@ -124,11 +105,6 @@ def begun_on(devices: Devices, begun: Mapping[Devices, bool]) -> tuple[Devices, 
     return tuple(d for d in devices if d in have), tuple(d for d in devices if d not in have)
 
 
-def op_of(step: ShardCollective) -> Op:
-    """Return the operation of a reduction: whether each device keeps only its shard of the sum."""
-    return "reduce_scatter" if step.gives != step.gets else "all_reduce"
-
-
 def cast_workspace(precision: MixedPrecision, elements: int) -> int:
     """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
     return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
@@ -148,14 +124,14 @@ def reduce_gradient(
     for step in (first, *(outer if last else ())):
         result, size = bucket.gradient(step.gets), len(step.groups[0])
         elements = sent = bucket.elements(step.gives)
-        if scatters := step.gives != step.gets:
+        if scatters := step.gives != step.gets:  # each device keeps only its shard of the sum
             kept = bucket.elements(step.gets)
             edit.values[result] = Slot(nbytes=kept * precision.sum_itemsize)
             elements += kept
         given = value if step is first else bucket.gradient(step.gives)
         moved = bucket.cloned(step) * itemsize or sent * itemsize * (size - 1) // size
         node = SlotNode(
-            op=op_of(step),
+            op="reduce_scatter" if scatters else "all_reduce",
             name=f"reduce[{bucket.name}{step.among and ' '}{step.among} after {run}]",
             payload=OfBucket(bucket=bucket.name, run=run),
             devices=bucket.devices,
@@ -264,14 +240,3 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
             )
         )
     return edit.apply()
-
-
-def every_tied_copy_is_summed(state: LoweringState) -> Iterator[str]:
-    """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
-    sums = [node for node in state.sequence if node.op == "all_reduce" and len(node.writes) > 1]
-    summed = {slot for node in sums for slot in node.writes}
-    gives = gradient_givers(state)
-    for bucket in state.buckets.values():
-        reached = any(name in gives for name in (bucket.name, *bucket.siblings))
-        if bucket.siblings and reached and bucket.gradient() not in summed:
-            yield f"{bucket.name} is not summed with {', '.join(bucket.siblings)}"

@@ -7,7 +7,8 @@ from dataclasses import replace
 from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.format import listed
+from piper.ir.graph import Graph
 from piper.ir.mesh import REPLICAS, groups_apart
 from piper.ir.node import Compute
 from piper.lower.placements import layouts_of, placements_of, spread
@@ -85,14 +86,10 @@ def check_placed(graph: Graph) -> None:
     unplaced = [node.name for node in graph.nodes.values() if not node.devices]
     if unplaced:
         placed = next(node for node in graph.nodes.values() if node.devices)
-        more = len(unplaced) - 4
         raise ScheduleError(
             f"{unplaced[0]} is placed on no device",
             by="strategy",
-            facts={
-                "unplaced": ", ".join(unplaced[:4]) + (f" and {more} more" if more > 0 else ""),
-                "placed": f"{placed.name} on {show(placed.devices)}",
-            },
+            facts={"unplaced": listed(unplaced), "placed": f"{placed.name} on {show(placed.devices)}"},
             hint="place every region, or none for a single device",
         )
 
@@ -222,7 +219,7 @@ def check_expert_regions(graph: Graph) -> None:
                 )
             if chunk.kind not in ("expert", "unroute"):
                 continue
-            for _, source in inputs_from_chunks(chunk):
+            for source in chunk.sources:
                 producer = layout.placements[source.chunk]
                 if chunks[source.chunk].kind not in ("route", "expert"):
                     continue
@@ -251,24 +248,20 @@ def check_expert_buffers(graph: Graph) -> None:
                 for user in (first, chunk.name)
             }
             sharded = max(first, chunk.name, key=lambda user: degrees[user])
-            asked = f"ways {degrees[sharded]} over {show(placements[sharded].devices)}"
             if degrees[first] != degrees[chunk.name]:
-                raise ScheduleError(
-                    f"the buffer {name} would be sharded in one region and not in another",
-                    by=graph.placed_by(placements[sharded]),
-                    facts={"asked": f"{asked} for {sharded}", "but": f"{first} and {chunk.name} share it"},
-                    hint="give each region a buffer of its own, or shard both alike",
-                )
-            if name in chunk.mutated and degrees[chunk.name] > 1:
-                raise ScheduleError(
-                    f"the buffer {name} cannot be sharded with its experts",
-                    by=graph.placed_by(placements[chunk.name]),
-                    facts={
-                        "asked": asked,
-                        "but": f"{chunk.name} writes it, from the rows of {degrees[sharded]} devices at once",
-                    },
-                    hint="write it outside the part between route and unroute, or do not shard this region",
-                )
+                reason = f"{first} and {chunk.name} share it"
+            elif name in chunk.mutated and degrees[sharded] > 1:
+                reason = f"{chunk.name} writes it, from the rows of {degrees[sharded]} devices at once"
+            else:
+                continue
+            where = f"{show(placements[sharded].devices)} for {sharded}"
+            raise ScheduleError(
+                f"the buffer {name} cannot be sharded with its experts",
+                by=graph.placed_by(placements[sharded]),
+                facts={"asked": f"ways {degrees[sharded]} over {where}", "but": reason},
+                hint="give each region a buffer of its own, which only what lies outside route and unroute "
+                "writes, or do not shard this region",
+            )
 
 
 def check_reruns(graph: Graph) -> None:

@@ -1,8 +1,9 @@
 """Plans of all groups that train apart, made from those of one group, or cut down to those of the first."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any, TypeVar
 
 from piper.ir.averaging import Averaging
 from piper.ir.devices import Devices
@@ -14,6 +15,8 @@ from piper.plan.plan import PlacedChunk, Plan, Plans
 
 ChangeDevices = Callable[[Devices], Devices]
 ChangeSets = Callable[[tuple[Devices, ...]], tuple[Devices, ...]]
+SETS = tuple[Devices, ...]
+T = TypeVar("T", bound=Any)
 
 
 class ChangedDevices:
@@ -23,23 +26,25 @@ class ChangedDevices:
         """Take what becomes of devices that run the same, and of sets that communicate."""
         self.devices, self.sets = devices, sets
 
+    def record(self, record: T) -> T:
+        """Return a record in which each field that names devices names others."""
+        changed: dict[str, object] = {}
+        for each in fields(record):
+            if each.type == SETS:
+                changed[each.name] = self.sets(getattr(record, each.name))
+            elif each.name in ("devices", "placed"):  # their type is that of other numbers too
+                changed[each.name] = self.devices(getattr(record, each.name))
+        return replace(record, **changed)
+
     def plan(self, plan: Plan) -> Plan:
         """Return one program for other devices."""
-        return replace(
-            plan,
-            devices=self.devices(plan.devices),
-            instrs=tuple(map(self.instr, plan.instrs)),
-            residents={
-                self.slot_id(name): replace(slot, placed=self.devices(slot.placed)) if slot.placed else slot
-                for name, slot in plan.residents.items()
-            },
-        )
+        residents = {self.slot_id(name): self.record(slot) for name, slot in plan.residents.items()}
+        return replace(self.record(plan), instrs=tuple(map(self.instr, plan.instrs)), residents=residents)
 
     def instr(self, ins: Instr) -> Instr:
         """Return an instruction, whose payload and slots may name devices."""
-        payload = ins.payload
-        if isinstance(payload, Field | Collecting) and payload.devices:
-            ins = replace(ins, payload=replace(payload, devices=self.devices(payload.devices)))
+        if isinstance(ins.payload, Field | Collecting):
+            ins = replace(ins, payload=self.record(ins.payload))
         if any(slot.kind in ("place", "host_place") for slot in ins.reads):
             ins = replace(ins, reads=tuple(map(self.slot_id, ins.reads)))
         return ins
@@ -51,29 +56,18 @@ class ChangedDevices:
         region, group = slot.devices
         return SlotId(slot.kind, slot.owner, devices=(self.devices(region), group))
 
-    def bucket(self, bucket: Bucket) -> Bucket:
-        """Return a bucket that lies on other devices."""
-        return replace(
-            bucket,
-            devices=self.devices(bucket.devices),
-            groups=self.sets(bucket.groups),
-            inside=self.sets(bucket.inside),
-            across=self.sets(bucket.across),
-            slices=self.sets(bucket.slices),
-        )
-
     def chunk(self, chunk: PlacedChunk) -> PlacedChunk:
         """Return a chunk that runs on other devices."""
         elsewhere = {part: self.devices(devices) for part, devices in chunk.elsewhere.items()}
-        return replace(chunk, devices=self.devices(chunk.devices), elsewhere=elsewhere)
+        return replace(self.record(chunk), elsewhere=elsewhere)
 
     def all(self, plans: Plans, cells: int) -> Plans:
         """Return plans for other devices. cells: the slices of all samples there."""
         return replace(
             plans,
             plans=tuple(map(self.plan, plans.plans)),
-            comms={name: replace(comm, groups=self.sets(comm.groups)) for name, comm in plans.comms.items()},
-            buckets={name: self.bucket(bucket) for name, bucket in plans.buckets.items()},
+            comms={name: self.record(comm) for name, comm in plans.comms.items()},
+            buckets={name: self.record(bucket) for name, bucket in plans.buckets.items()},
             chunks={name: self.chunk(chunk) for name, chunk in plans.chunks.items()},
             cells=cells,
         )

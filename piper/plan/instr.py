@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from piper.ir.ids import Pass, SlotId, Tags
-from piper.plan.ops import TRAVELS, Collecting, Field, OfBucket, OfPass, Op, Payload
+from piper.plan.ops import PAYLOADS, TRAVELS, Collecting, Field, OfBucket, OfPass, Op, Payload, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,13 @@ class Instr:
     def again(self) -> bool:
         """Return whether this is a recomputed forward."""
         return isinstance(self.payload, Pass) and self.payload.again
+
+    @property
+    def fits_its_operation(self) -> bool:
+        """Return whether the payload is of the kind that the operation needs. All rows need no payload."""
+        needed = PAYLOADS.get(self.op)
+        whole = self.payload is None and needed in (None, Rows)
+        return whole or (needed is not None and isinstance(self.payload, needed))
 
     @property
     def travels_as(self) -> Op:

@@ -19,10 +19,14 @@ class MemoryTimeline:
 
 
 class Ledger:
-    """Counts live bytes as slots are written and freed. A shared storage is freed with its last slot."""
+    """Counts live bytes as slots are written and freed. A shared storage is freed with its last slot.
+
+    The workspaces of instructions that run count too.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.running: dict[int, int] = {}  # by instruction: its workspace
         self.resident = self.live = sum(slot.nbytes for slot in plan.residents.values())
         self.slots: set[SlotId] = set()  # those that are live
         self.sharers: dict[SlotId, int] = {}
@@ -51,19 +55,39 @@ class Ledger:
                 if not self.sharers[storage]:
                     self.live -= nbytes
 
+    def start(self, place: int) -> int:
+        """Start an instruction, and return the live bytes."""
+        ins = self.plan.instrs[place]
+        self.hold(ins.writes)
+        self.running[place] = ins.workspace
+        return self.live + sum(self.running.values())
+
+    def end(self, place: int) -> int:
+        """End an instruction, and return the live bytes."""
+        self.running.pop(place, None)
+        self.release(self.plan.instrs[place].frees)
+        return self.live + sum(self.running.values())
+
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
+        sizes: dict[str, int] = {name: slot.nbytes for name, slot in self.plan.residents.items()}
+        for name in self.slots:
+            sizes[name] = self.plan.slots[name].nbytes
+            sizes.update(self.plan.slots[name].shares)
+        for place, workspace in self.running.items():
+            sizes[f"workspace of {self.plan.instrs[place].node}"] = workspace
+        return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda item: (-item[1], item[0])))
+
 
 def timeline(plan: Plan) -> MemoryTimeline:
     """Walk a plan in issue order, and return the live bytes at each instruction."""
     ledger = Ledger(plan)
     live: list[int] = []
-    peak, peak_at = ledger.resident, 0
-    for place, ins in enumerate(plan.instrs):
-        ledger.hold(ins.writes)
-        now = ledger.live + ins.workspace
-        live.append(now)
-        if now > peak:
-            peak, peak_at = now, place
-        ledger.release(ins.frees)
+    for place in range(len(plan.instrs)):
+        live.append(ledger.start(place))
+        ledger.end(place)
+    peak = max([ledger.resident, *live])
+    peak_at = live.index(peak) if peak > ledger.resident else 0
     return MemoryTimeline(resident=ledger.resident, live=tuple(live), peak=peak, peak_at=peak_at)
 
 

@@ -16,6 +16,7 @@ circle among the plans they share.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 
 from piper.ir.grouping import grouped
 from piper.ir.ids import SlotId
@@ -104,9 +105,8 @@ def group_problems(
         lists = [(i, by_plan.get(i, [])) for i in dict.fromkeys(group)]
     first, expected = lists[0]
     for other, issued in lists[1:]:
-        for step in range(max(len(expected), len(issued))):
-            a = signature(expected[step]) if step < len(expected) else "nothing"
-            b = signature(issued[step]) if step < len(issued) else "nothing"
+        pairs = zip_longest(map(signature, expected), map(signature, issued), fillvalue="nothing")
+        for step, (a, b) in enumerate(pairs):
             if a != b:
                 here, there = plans.plans[first].devices[0], plans.plans[other].devices[0]
                 yield f"on {comm.name}, operation {step}: device {here} does {a}, device {there} does {b}"

@@ -63,25 +63,17 @@ ALWAYS: Mapping[type, Collection[str]] = {  # fields that are written also where
 
 
 def show_plans(plans: Plans) -> str:
-    """Return the text form of plans."""
-    return "\n".join(lines_of(plans)) + "\n"
-
-
-def lines_of(plans: Plans) -> Iterator[str]:
-    """Yield the lines of the text form, in the order `read_plans` expects."""
-    yield GAP.join(["plans", *show_fields(plans)])
-    for reason in plans.why:
-        yield line("why", shown(reason), [])
+    """Return the text form of plans: its lines in the order `read_plans` expects."""
+    lines = [GAP.join(["plans", *show_fields(plans)]), *(line("why", shown(why), []) for why in plans.why)]
     for kind in RECORDS:
-        for called, record in getattr(plans, f"{kind}s").items():
-            yield line(kind, shown(called), show_fields(record))
+        named = getattr(plans, f"{kind}s").items()
+        lines += [line(kind, shown(called), show_fields(record)) for called, record in named]
     for plan in plans:
-        yield line("plan", show(plan.devices), [])
+        lines.append(line("plan", show(plan.devices), []))
         for kind, slots in (("resident", plan.residents), ("slot", plan.slots)):
-            for slot_id, slot in slots.items():
-                yield line(kind, slot_id, show_fields(slot))
-        for ins in plan.instrs:
-            yield show_instr(ins)
+            lines += [line(kind, slot_id, show_fields(slot)) for slot_id, slot in slots.items()]
+        lines += map(show_instr, plan.instrs)
+    return "\n".join([*lines, ""])
 
 
 def show_instr(ins: Instr) -> str:

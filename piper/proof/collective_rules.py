@@ -10,7 +10,7 @@ from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import show_collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.instr import Instr
-from piper.plan.ops import Collecting, OfBucket, Op, Payload, Routing
+from piper.plan.ops import OfBucket, Op, Payload, Routing
 from piper.plan.plan import Comm
 from piper.proof.covers import once
 from piper.proof.local_rules import LocalRules, described
@@ -34,11 +34,6 @@ def subject(ins: Instr) -> Payload:
         case OfBucket(bucket=bucket):
             return OfBucket(bucket=bucket)
     return ins.payload
-
-
-def bucket_named(ins: Instr) -> str:
-    """Return the bucket that a gather or a reduction names."""
-    return ins.payload.bucket if isinstance(ins.payload, OfBucket) else ""
 
 
 class CollectiveRules:
@@ -76,7 +71,7 @@ class CollectiveRules:
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
             number = self.symbols.moved(number, self.covers.received(comm.name, at.program, covers))
-        self.state.slots[at.program][at.ins.writes[0]] = number, about, amount
+        at.slots[at.ins.writes[0]] = number, about, amount
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
@@ -95,7 +90,7 @@ class CollectiveRules:
     def mirror(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Give copies of the state to other devices."""
         for slot in member.ins.reads:
-            value = self.state.slots[member.program].get(slot)
+            value = member.slots.get(slot)
             wanted = self.state.value(SymbolicValue("copy", slot.owner))
             if value != wanted:
                 self.state.mismatch(member, slot, value, wanted)
@@ -103,13 +98,15 @@ class CollectiveRules:
     def route(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Agree on the rows that travel to experts, or send rows there or back."""
         rows, part, at = member.ins.payload, member.ins.part, self.state.expected_at(member.ins.part)
-        chunk = rows.run.chunk if isinstance(rows, Routing) else ""
+        assert isinstance(rows, Routing), f"{member.ins.node} routes no rows"
+        chunk = rows.run.chunk
         if member.ins.op == "counts":
             expected = at.of_counts(member.program, chunk)
             problem = f"counts the rows of {chunk}, which has no sharded experts here"
         else:
-            outward = isinstance(rows, Routing) and rows.outward
-            expected = at.of_exchange(member.program, chunk, outward)
+            # The forward of a route goes out, of an unroute back.
+            backward = chunk in self.spec.chunks and rows.outward != (self.spec.chunks[chunk].kind == "route")
+            expected = at.of_move(member.program, chunk, rows=True, backward=backward)
             problem = f"has {described(rows)}, which must not happen here"
         if expected is None:
             self.state.complain(member, problem)
@@ -123,23 +120,21 @@ class CollectiveRules:
 
     def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
         """Run a member of a collective, or a slice: a value of its group gets another layout."""
-        collecting, expected, backward = at.ins.payload, None, False
-        if isinstance(collecting, Collecting) and collecting.run.phase != "BW" and not collecting.run.again:
-            backward = collecting.run.phase != "F"
-            of_collective = self.state.expected_at(at.ins.part).of_collective
-            expected = of_collective(at.program, collecting.run.chunk, backward)
-        if not isinstance(collecting, Collecting) or expected is None:
-            self.state.complain(at, f"has {described(at.ins.payload)}, which must not happen here")
+        collecting, run, expected = at.ins.collects, at.ins.collects.run, None
+        here, chunk, backward = self.state.expected_at(run.part), run.chunk, run.phase != "F"
+        if run.phase != "BW" and not run.again:
+            expected = here.of_move(at.program, chunk, rows=False, backward=backward)
+        if expected is None:
+            self.state.complain(at, f"has {described(collecting)}, which must not happen here")
             return
-        how = self.spec.chunks[collecting.run.chunk].collective
+        how = self.spec.chunks[chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
         if collecting.how != wanted:
             does, should = show_collective(collecting.how), show_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
-        chunk = collecting.run.chunk
-        mesh = self.state.expected_at(at.ins.part).meshes[chunk]
+        mesh = here.meshes[chunk]
         if at.ins.op == "slice":
             given = collecting.devices, collecting.stride
             right = mesh.devices, mesh.axis(wanted.axis).stride
@@ -157,15 +152,15 @@ class CollectiveRules:
 
     def bucket_of(self, member: ProgramInstr) -> Bucket | None:
         """Return the bucket that a gather or a reduction names. None: its device holds nothing of it."""
-        bucket = self.state.plans.buckets.get(bucket_named(member.ins))
+        bucket = self.state.plans.buckets.get(member.ins.bucket)
         return bucket if bucket is not None and self.state.is_on(member.program, bucket) else None
 
     def gather(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Gather the shards of a bucket."""
         for member in members:
-            name, bucket = bucket_named(member.ins), self.bucket_of(member)
-            slot, slots = param_slot(name), self.state.slots[member.program]
-            ins, value, in_place = member.ins, slots.get(slot), member.ins.writes == (slot,)
+            name, bucket = member.ins.bucket, self.bucket_of(member)
+            slot = param_slot(name)
+            ins, value, in_place = member.ins, member.slots.get(slot), member.ins.writes == (slot,)
             how = None
             if bucket is not None:
                 how = bucket.gather_updated if in_place else bucket.gather_for_use
@@ -178,9 +173,8 @@ class CollectiveRules:
                 self.state.complain(member, f"gathers {read} into {written} for {name!r}; {contents}")
                 continue
             self._check_members(member, comm, bucket, how)
-            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
-        slots_of = self.state.slots
-        gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
+            member.slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
+        gathered = {m.slots.get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(gathered) > 1:
             given = " and ".join(sorted(map(self.symbols.describe, gathered)))
             self.state.complain(members[0], f"gathers shards of different steps: {given}")
@@ -193,11 +187,11 @@ class CollectiveRules:
         for member in members:
             ins = member.ins
             bucket = self.state.gradient_bucket(ins.writes[0]) if len(ins.writes) == 1 else None
-            named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
+            named = bucket is not None and ins.bucket in (bucket.name, *bucket.siblings)
             here = bucket is not None and named and self.state.is_on(member.program, bucket)
             if bucket is None or not here or ins.reads not in ((), ins.writes):
                 read, written = ", ".join(ins.reads), ", ".join(ins.writes)
-                self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
+                self.state.complain(member, f"sums {read} into {written} for {ins.bucket}")
                 return
             buckets[member.program] = bucket.name
             wanted: Value = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
@@ -216,7 +210,7 @@ class CollectiveRules:
             return
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             value = (*abouts[member.program][:2], terms)
-            self.state.slots[member.program][member.ins.writes[0]] = value
+            member.slots[member.ins.writes[0]] = value
 
     @once
     def _shards_align(self, comm: str, buckets: tuple[tuple[int, str], ...]) -> bool:
@@ -247,7 +241,7 @@ class CollectiveRules:
             step = next((how for how in steps if bucket and [bucket.gradient(how.gets).kind] == kinds), None)
             if bucket is None or step is None or ins.reads[len(read) :] not in ((), ins.writes):
                 given_by, written = ", ".join(ins.reads), ", ".join(ins.writes)
-                self.state.complain(member, f"scatters {given_by} into {written} for {bucket_named(ins)!r}")
+                self.state.complain(member, f"scatters {given_by} into {written} for {ins.bucket!r}")
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))
@@ -258,8 +252,8 @@ class CollectiveRules:
             given[member.program] = terms
         sums = [given[m.program] for m in members] if returned else self.summed(comm, members, given)
         for member, terms in zip(members, sums, strict=True):
-            slots, ins = self.state.slots[member.program], member.ins
-            bucket = self.state.plans.buckets[bucket_named(ins)]
+            slots, ins = member.slots, member.ins
+            bucket = self.state.plans.buckets[ins.bucket]
             wanted = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
@@ -270,7 +264,7 @@ class CollectiveRules:
 
     def reshard(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Bring complete gradients to the devices that update in full, or updated parameters back."""
-        ins, name, bucket = member.ins, bucket_named(member.ins), self.bucket_of(member)
+        ins, name, bucket = member.ins, member.ins.bucket, self.bucket_of(member)
         if bucket is None or not bucket.slices:
             self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
             return
@@ -278,15 +272,15 @@ class CollectiveRules:
             self.state.complain(member, f"has no communicator; {bucket.slice_count} devices have slices")
         else:
             self.state.check_groups(member, comm, f"slices of {name}", partial(tuple, bucket.slices))
-        slots, slot = self.state.slots[member.program], param_slot(name)
+        slot = param_slot(name)
         if (ins.reads, ins.writes) == ((slot,), (slot,)):
             wanted = self.state.value(SymbolicValue("param", name), IN_FULL)
-            if slots.get(slot) != wanted:
-                self.state.mismatch(member, slot, slots.get(slot), wanted)
-            slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
+            if member.slots.get(slot) != wanted:
+                self.state.mismatch(member, slot, member.slots.get(slot), wanted)
+            member.slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
         elif (ins.reads, ins.writes) == ((bucket.gradient(),), (bucket.applied,)):
             final = self.local.check_final(member, ins.reads[0], bucket)
-            slots[bucket.applied] = (final[0], IN_FULL, final[2])
+            member.slots[bucket.applied] = (final[0], IN_FULL, final[2])
         else:
             read, written = ", ".join(ins.reads), ", ".join(ins.writes)
             self.state.complain(member, f"reshards {read} into {written}")
@@ -295,7 +289,7 @@ class CollectiveRules:
         """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""
         if not read:
             return ()
-        value = self.state.slots[member.program].get(read[0])
+        value = member.slots.get(read[0])
         if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
             self.state.mismatch(member, read[0], value, wanted)
             return None
@@ -320,7 +314,7 @@ class CollectiveRules:
         """Sum norms, losses and weights over all devices."""
         wanted = self.state.value(SymbolicValue("norm"))
         everyone = self.spec.devices
-        slots, ins = self.state.slots[member.program], member.ins
+        slots, ins = member.slots, member.ins
         value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
         if value != wanted:
             self.state.mismatch(member, ", ".join(ins.reads), value, wanted)
@@ -334,7 +328,7 @@ class CollectiveRules:
 
     def broadcast(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Broadcast the first replica's buffers to the others."""
-        slots, ins = self.state.slots[member.program], member.ins
+        slots, ins = member.slots, member.ins
         if ins.reads != ins.writes or comm is None:
             self.state.complain(member, "gives other slots than it takes, or has no communicator")
             return

@@ -96,34 +96,22 @@ class Expectations:
         return found
 
     @once
-    def of_exchange(self, program: int, name: str, outward: bool) -> Expected | None:
-        """Return what an exchange of a chunk's rows must read and write. None: there must be no exchange."""
-        chunk = self.spec.chunks.get(name)
-        if chunk is None or chunk.kind not in ("route", "unroute") or self.spec.degree(name) == 1:
-            return None
-        backward = outward != (chunk.kind == "route")  # the forward of a route goes out, of an unroute back
-        moved = self._moved(program, chunk, backward)
-        if moved is None:
-            return None
-        return replace(moved, reads=(*moved.reads, self._splits(program, chunk)))
+    def of_move(self, program: int, name: str, rows: bool, backward: bool) -> Expected | None:
+        """Return what the exchange of a chunk's rows, or its collective, must read and write.
 
-    @once
-    def of_collective(self, program: int, name: str, backward: bool) -> Expected | None:
-        """Return what a collective inside a region must read and write. None: there must be none."""
+        None: there must be none.
+        """
         chunk = self.spec.chunks.get(name)
-        if chunk is None or chunk.collective is None or self.spec.moves_nothing(name, backward=backward):
+        if chunk is None or chunk.has_code or rows != (chunk.collective is None):
             return None
-        return self._moved(program, chunk, backward)
-
-    def _moved(self, program: int, chunk: Chunk, backward: bool) -> Expected | None:
-        """Return what a chunk that moves one value, or its gradient, must read and write. None: nothing."""
-        if self.own_cover(program, chunk.name) is None or (backward and "B" not in chunk.phases):
+        if self.spec.moves_nothing(name, backward=backward) or self.own_cover(program, name) is None:
             return None
-        if backward:
-            read, written = self._tangent(program, chunk.name, 0), self._given(program, chunk, 0)
-        else:
-            read, written = self._input(program, chunk, 0), self._output(program, chunk.name, 0, chunk.name)
-        return Expected(chunk=chunk.name, reads=(read,), writes=(written,))
+        if backward and "B" not in chunk.phases:
+            return None
+        reads = [self._tangent(program, name, 0) if backward else self._input(program, chunk, 0)]
+        reads += [self._splits(program, chunk)] if rows else []
+        given = self._given(program, chunk, 0) if backward else self._output(program, name, 0, name)
+        return Expected(chunk=name, reads=tuple(reads), writes=(given,))
 
     @once
     def of_counts(self, program: int, name: str) -> Expected | None:

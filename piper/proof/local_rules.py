@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
+from piper.ir.ids import TOTAL, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OPS, Field, Op, Payload, Rows
+from piper.plan.ops import OPS, Op, Payload, Rows
 from piper.plan.text import show_payload
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
@@ -48,10 +48,7 @@ class LocalRules:
 
     def load(self, at: ProgramInstr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""
-        taken = at.ins.payload
-        if not isinstance(taken, Field):
-            self.state.complain(at, "loads no field of the batch")
-            return
+        taken = at.ins.loads
         cover = self.covers.of_set(at.program, taken.devices, taken.degree)
         if cover is None:
             self.state.complain(at, "loads the samples of devices that it does not run on")
@@ -65,10 +62,10 @@ class LocalRules:
 
     def compute(self, at: ProgramInstr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
-        run, of_phase = at.ins.payload, self.state.expected_at(at.ins.part).of_phase
-        expected = of_phase(at.program, run.chunk, run.phase) if isinstance(run, Pass) else None
-        if expected is None or not isinstance(run, Pass):
-            self.state.complain(at, f"has {described(at.ins.payload)}, which this device must not run")
+        run = at.ins.computes
+        expected = self.state.expected_at(run.part).of_phase(at.program, run.chunk, run.phase)
+        if expected is None:
+            self.state.complain(at, f"has {described(run)}, which this device must not run")
             return
         self.follow(at, expected)
         in_place = self.spec.chunks[run.chunk].phases[run.phase].in_place
@@ -81,17 +78,17 @@ class LocalRules:
 
     def protect(self, at: ProgramInstr) -> None:
         """Copy a part of the state: as the step began with it, or it is a state that never was."""
-        slots, begun = self.state.slots[at.program], self.state.initial[at.program]
+        begun = self.state.initial[at.program]
         for slot in at.ins.reads:
-            if slot not in begun or slots.get(slot) != begun[slot]:
-                contents = self.symbols.describe(slots.get(slot))
+            if slot not in begun or at.slots.get(slot) != begun[slot]:
+                contents = self.symbols.describe(at.slots.get(slot))
                 self.state.complain(at, f"copies {slot}, which holds {contents}; the step wrote it")
         for slot in at.ins.writes:
-            slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
+            at.slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
     def offload(self, at: ProgramInstr) -> None:
         """Copy values to the host, and the updated state of buckets to its place there."""
-        slots, ins = self.state.slots[at.program], at.ins
+        slots, ins = at.slots, at.ins
         if len(ins.reads) != len(ins.writes):
             self.state.complain(at, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
         for read, written in zip(ins.reads, ins.writes, strict=False):
@@ -108,7 +105,7 @@ class LocalRules:
 
     def fetch(self, at: ProgramInstr) -> None:
         """Bring copies back from the host, each as the value that it is of, and state only once."""
-        slots, ins = self.state.slots[at.program], at.ins
+        slots, ins = at.slots, at.ins
         states = tuple(slot for slot in ins.reads if self.plan_host(at.program, slot))
         if len(ins.writes) != len(ins.reads) + len(states) or ins.writes[len(ins.reads) :] != states:
             self.state.complain(at, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
@@ -149,11 +146,11 @@ class LocalRules:
 
     def check_reads(self, at: ProgramInstr, expected: Expected) -> None:
         """Complain about every read of a wrong value."""
-        slots, part = self.state.slots[at.program], at.ins.part
+        part = at.ins.part
         wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
         sums = at.ins.adds_to
         reads = [slot for slot in at.ins.reads if slot not in sums]
-        values = [slots.get(slot) for slot in reads]
+        values = [at.slots.get(slot) for slot in reads]
         if values == wanted:
             return
         if len(values) != len(wanted):
@@ -169,9 +166,8 @@ class LocalRules:
 
     def _buffer(self, at: ProgramInstr, symbol: int) -> int:
         """Return the history of a buffer that an instruction reads before it writes it."""
-        slots = self.state.slots[at.program]
         for slot in (*at.ins.reads, *at.ins.writes):
-            value = slots.get(slot)
+            value = at.slots.get(slot)
             if value is not None and value[0] == symbol and isinstance(value[2], int):
                 return value[2]
         return 0
@@ -181,7 +177,7 @@ class LocalRules:
         if len(at.ins.reads) != 1:
             self.state.complain(at, f"reads {len(at.ins.reads)} slots; it should read 1")
             return None
-        value = self.state.slots[at.program].get(at.ins.reads[0])
+        value = at.slots.get(at.ins.reads[0])
         rows = at.ins.payload
         if value is None or not isinstance(rows, Rows) or rows == Rows(start=0, stop=1, of=1):
             return value
@@ -201,8 +197,7 @@ class LocalRules:
 
     def concat(self, at: ProgramInstr) -> None:
         """Join neighbouring pieces of one value."""
-        slots = self.state.slots[at.program]
-        values = [value for slot in at.ins.reads if (value := slots.get(slot)) is not None]
+        values = [value for slot in at.ins.reads if (value := at.slots.get(slot)) is not None]
         pieces = set(map(self.symbols.without_samples, values))
         covers = tuple(self.symbols.symbol(value).cover for value in values)
         alike = len(values) == len(at.ins.reads) and len(pieces) == 1 and NO_COVER not in covers
@@ -216,8 +211,7 @@ class LocalRules:
 
     def add(self, at: ProgramInstr) -> None:
         """Sum gradients of one value from two of its readers."""
-        slots = self.state.slots[at.program]
-        values = [slots.get(slot) for slot in at.ins.reads]
+        values = [at.slots.get(slot) for slot in at.ins.reads]
         if len(values) == 2 and values[0] is not None and values[1] is not None:
             left, right = values[0], values[1]
             kind = self.symbols.symbol(left).kind
@@ -231,15 +225,13 @@ class LocalRules:
 
     def accumulate(self, at: ProgramInstr) -> None:
         """Start a sum of gradients, losses or weights, or add to it."""
-        state, slots = self.state, self.state.slots[at.program]
+        state = self.state
         again = at.ins.reads[1:]
         if not at.ins.reads or len(at.ins.writes) != 1 or again not in ((), at.ins.writes):
             state.complain(at, "adds to another slot than it writes")
             return
-        value = slots.get(at.ins.reads[0])
-        given = None
-        if value is not None and isinstance(at.ins.payload, Pass):
-            given = self._accumulated(value, at.ins.writes[0])
+        value = at.slots.get(at.ins.reads[0])
+        given = None if value is None else self._accumulated(value, at.ins.writes[0])
         if given is None:
             contents = f"which holds {state.symbols.describe(value)}"
             state.complain(at, f"adds {at.ins.reads[0]}, {contents}, to {at.ins.writes[0]}")
@@ -250,7 +242,7 @@ class LocalRules:
 
     def _added(self, at: ProgramInstr, slot: SlotId, given: Value) -> Value:
         """Return the sum of what a slot holds and a term, or complain that they are no terms of one sum."""
-        before = self.state.slots[at.program].get(slot)
+        before = at.slots.get(slot)
         if before is None or before[:2] != given[:2]:
             self.state.mismatch(at, slot, before, given)
             return given
@@ -305,7 +297,7 @@ class LocalRules:
         return final
 
     def _check_sum(self, at: ProgramInstr, slot: SlotId, should: Value) -> None:
-        value = self.state.slots[at.program].get(slot)
+        value = at.slots.get(slot)
         if value is not None and value[:2] == should[:2]:
             assert isinstance(value[2], tuple) and isinstance(should[2], tuple)
             if self.state.equal(at.program, value[2], should[2]):
@@ -314,9 +306,9 @@ class LocalRules:
 
     def update(self, at: ProgramInstr) -> None:
         """Step the optimizer: each bucket once, with its own complete gradient."""
-        state, slots = self.state, self.state.slots[at.program]
+        state = self.state
         buckets = {param_slot(name): bucket for name, bucket in state.trained_on(at.program).items()}
-        total = slots.get(TOTAL)
+        total = at.slots.get(TOTAL)
         if any(each.steers for each in self.spec.sums):
             fresh = state.value(SymbolicValue("total"), "fresh")
             if TOTAL not in at.ins.reads:
@@ -336,26 +328,25 @@ class LocalRules:
             self.check_final(at, slot, bucket, full=bool(bucket.slices))
             before, after, _ = updated_versions(bucket)
             symbol = SymbolicValue("param", bucket.name)
-            if slots.get(written) != state.value(symbol, before):
-                contents = self.symbols.describe(slots.get(written))
+            if at.slots.get(written) != state.value(symbol, before):
+                contents = self.symbols.describe(at.slots.get(written))
                 state.complain(at, f"updates {written}, which holds {contents}, a second time")
-            slots[written] = state.value(symbol, after)
-            slots[slot] = state.value(SymbolicValue("spent"))
+            at.slots[written] = state.value(symbol, after)
+            at.slots[slot] = state.value(SymbolicValue("spent"))
             if self.plan_host(at.program, state_slot(bucket.name)):
                 self._update_state(at, bucket.name)
 
     def _update_state(self, at: ProgramInstr, bucket: str) -> None:
         """Update the state of a bucket, which the host has given to the device."""
         old, new = (self.state.value(SymbolicValue("state", bucket), about) for about in ("old", "new"))
-        slots = self.state.slots[at.program]
-        brought = [slot for slot in at.ins.reads if slots.get(slot) == old and slot in at.ins.writes]
+        brought = [slot for slot in at.ins.reads if at.slots.get(slot) == old and slot in at.ins.writes]
         if len(brought) != 1:
             self.state.complain(at, f"updates {bucket} without its state, which is on the host")
-        slots.update(dict.fromkeys(brought, new))
+        at.slots.update(dict.fromkeys(brought, new))
 
     def _write(self, at: ProgramInstr, values: tuple[Value, ...]) -> None:
         if len(values) != len(at.ins.writes):
             should = f"it should write {len(values)}"
             self.state.complain(at, f"writes {len(at.ins.writes)} slots; {should}")
             return
-        self.state.slots[at.program].update(zip(at.ins.writes, values, strict=True))
+        at.slots.update(zip(at.ins.writes, values, strict=True))

@@ -33,11 +33,6 @@ def shard_number(position: int, numbered: Numbering) -> int:
     return sum(axis.coordinate(position) * worth for axis, worth in numbered)
 
 
-def passes(mesh: Mesh, other: Mesh) -> bool:
-    """Return whether values may pass to another region as shards, device by device."""
-    return mesh.sharing == other.sharing
-
-
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
     """Return shardings in a canonical order. The order matters only within one dimension."""
     return tuple(sorted(shardings, key=lambda sharding: sharding.dim))
@@ -234,7 +229,7 @@ class Specification:
         whole: dict[tuple[str, int], frozenset[str]] = {}
         for output, readers in self._readers(backward=backward).items():
             mesh = self.meshes[output[0]]
-            as_shards = all(passes(mesh, self.meshes[reader]) for reader, _ in readers)
+            as_shards = all(mesh.sharing == self.meshes[reader].sharing for reader, _ in readers)
             whole[output] = frozenset(() if as_shards else (axis.name for axis in mesh.sharing))
         return whole
 

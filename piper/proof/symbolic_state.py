@@ -34,6 +34,7 @@ class ProgramInstr:
     program: int
     place: int
     ins: Instr
+    slots: dict[SlotId, Value]  # of its program
 
 
 class SymbolicState:
@@ -86,6 +87,11 @@ class SymbolicState:
     def value(self, symbol: SymbolicValue, about: str = "", amount: int | Terms = NOTHING) -> Value:
         """Return a value that has no microbatch."""
         return self.symbols.number(symbol), about, amount
+
+    def instr(self, program: int, place: int) -> ProgramInstr:
+        """Return the instruction at a place of a program."""
+        ins = self.plans.plans[program].instrs[place]
+        return ProgramInstr(program=program, place=place, ins=ins, slots=self.slots[program])
 
     def complain(self, at: ProgramInstr, what: str) -> None:
         """Note a problem at an instruction."""

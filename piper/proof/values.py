@@ -29,10 +29,9 @@ from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.ops import COMMUNICATION, OPS, Op
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError, events_of, in_order
-from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
 from piper.proof.covers import once
-from piper.proof.local_rules import Kernel, LocalRules
+from piper.proof.local_rules import Kernel, LocalRules, described
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue, Value
@@ -45,8 +44,7 @@ def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool 
     The order of the plans must have been proven. `clip`: whether gradients are clipped by their norm.
     `whole`: whether the optimizer needs whole parameters.
     """
-    with no_collection():
-        problems = list(value_problems(plans, graph, clip=clip, whole=whole))
+    problems = list(value_problems(plans, graph, clip=clip, whole=whole))
     if problems:
         raise ProofError("the plans compute something else:\n" + "\n".join(problems[:MOST_PROBLEMS]))
 
@@ -89,24 +87,23 @@ class SymbolicRun:
         events, followers = events_of(self.plans)
         order, stuck = in_order(followers)
         for number in order:
-            self.step([self.instr(program, place) for program, place in events[number]])
+            self.step([self.state.instr(program, place) for program, place in events[number]])
             if len(self.state.problems) >= MOST_PROBLEMS:
                 return
         for number in sorted(stuck)[:1]:
-            self.state.complain(self.instr(*events[number][0]), "waits for what never happens")
+            self.state.complain(self.state.instr(*events[number][0]), "waits for what never happens")
         if not self.state.problems:
             for program in range(len(self.plans)):
                 self.check_end(program)
-
-    def instr(self, program: int, place: int) -> ProgramInstr:
-        """Return the instruction at a place of a program."""
-        return ProgramInstr(program=program, place=place, ins=self.plans.plans[program].instrs[place])
 
     def step(self, members: Sequence[ProgramInstr]) -> None:
         """Run an instruction, or all those of one communication, and free what they free."""
         at, kernel = members[0], self.kernels.get(members[0].ins.op)
         if len(members) > 1 and len({OPS[member.ins.op].name for member in members}) > 1:
             self.state.complain(at, "is another operation on other devices")
+        elif unfit := [member for member in members if not member.ins.fits_its_operation]:
+            what = described(unfit[0].ins.payload)
+            self.state.complain(unfit[0], f"has {what}, which is not what {unfit[0].ins.op} needs")
         elif kernel is None:
             self.communicate(members)
         else:
@@ -117,9 +114,8 @@ class SymbolicRun:
 
     def finish(self, at: ProgramInstr) -> None:
         """Free what an instruction frees."""
-        slots = self.state.slots[at.program]
         for slot in at.ins.frees:
-            slots.pop(slot, None)
+            at.slots.pop(slot, None)
 
     def communicate(self, members: Sequence[ProgramInstr]) -> None:
         """Run a transfer, or a collective of all members of its communicator."""
@@ -270,7 +266,7 @@ class AverageRule:
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
             self.state.complain(at, f"averages {read} into {written}; it should average one trained bucket")
             return None
-        value = self.state.slots[at.program].get(param_slot(owner))
+        value = at.slots.get(param_slot(owner))
         updated = self.state.value(SymbolicValue("param", owner), updated_versions(bucket)[1])
         if params and value != updated:
             self.state.mismatch(at, param_slot(owner), value, updated)

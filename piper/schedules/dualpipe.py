@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Group, Row, RowWriter, Stage, need_whole, orders, registered
+from piper.schedules.grid import Action, Grid, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -73,20 +73,18 @@ def dualpipe_grid(ranks: int, microbatches: int) -> Grid:
             hint=f"split into {max(2 * ranks, microbatches + 1)} parts, or use zbv, which takes any number",
         )
     half = microbatches // 2
+
+    def directed(action: Action, up: bool) -> Action:
+        """Return an action: of the stages of one half of the V on the second half of the microbatches."""
+        shift = half if (action.stage >= ranks // 2) == up else 0
+        return replace(action, microbatch=action.microbatch + shift)
+
     rows = [row_of(rank, ranks // 2, half) for rank in range(ranks // 2)]
-    forth = [tuple(redirected(group, ranks, half, up=True) for group in row) for row in rows]
-    back = [tuple(redirected(group, ranks, half, up=False) for group in row) for row in rows]
-    return Grid(rows=(*forth, *reversed(back)))
-
-
-def redirected(group: Group, ranks: int, shift: int, *, up: bool) -> Group:
-    """Return a group in which the stages of one half of the V take the microbatches from `shift` on."""
-    return tuple(
-        replace(action, microbatch=action.microbatch + shift)
-        if (action.stage >= ranks // 2) == up
-        else action
-        for action in group
+    forth, back = (
+        [tuple(tuple(directed(action, up) for action in group) for group in row) for row in rows]
+        for up in (True, False)
     )
+    return Grid(rows=(*forth, *reversed(back)))
 
 
 def row_of(rank: int, ranks: int, microbatches: int) -> Row:

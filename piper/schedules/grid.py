@@ -209,7 +209,7 @@ def check_filters(stages: Sequence[At], part: str, count: int) -> None:
 def need_whole(by: str, **numbers: int) -> None:
     """Refuse a number of ranks, stages or microbatches that is not a whole number from 1."""
     for name, number in numbers.items():
-        check_value(by, name, number, whole(1), f"{name}=1 is the least")
+        check_value(name, number, whole(1), f"{name}=1 is the least", by)
 
 
 Build = TypeVar("Build", bound=Callable[..., Grid])

@@ -54,15 +54,8 @@ class StageCosts:
 
     def of(self, stage: int, phase: Phase) -> float:
         """Return the time of one pass of a stage."""
-        match phase:
-            case "F":
-                return self.forward[stage]
-            case "BI":
-                return self.inputs[stage]
-            case "BW":
-                return self.weights[stage]
-            case "B":
-                return self.inputs[stage] + self.weights[stage]
+        forward, inputs, weights = self.forward[stage], self.inputs[stage], self.weights[stage]
+        return {"F": forward, "B": inputs + weights, "BI": inputs, "BW": weights}[phase]
 
     def hop_between(self, stage: int, other: int) -> float:
         """Return the transfer time between neighbouring stages on different ranks, in either direction."""
@@ -135,15 +128,8 @@ class Memory:
     def changes(self, action: Action) -> tuple[int, int]:
         """Return the bytes that an action adds when it starts, and those that it frees at its end."""
         saved, carried = self.saved[action.stage], self.carried[action.stage]
-        match action.phase:
-            case "F":
-                return saved, 0
-            case "BI":
-                return max(0, carried - saved), max(0, saved - carried)
-            case "BW":
-                return 0, carried
-            case "B":
-                return 0, saved
+        halfway = max(0, carried - saved), max(0, saved - carried)
+        return {"F": (saved, 0), "B": (0, saved), "BI": halfway, "BW": (0, carried)}[action.phase]
 
 
 def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from piper.directives.order import Order
-from piper.errors import ScheduleError
+from piper.errors import ScheduleError, file_errors
 from piper.ir.chunk import Phase
 from piper.ir.grouping import grouped
 from piper.schedules.grid import Action, Grid, Stage, group_text, orders, parse_group
@@ -31,16 +31,10 @@ def from_csv(path: str | Path, *, stage: Stage = "PP", part: str = "MB") -> list
 
 def read_csv(path: str | Path) -> Grid:
     """Read and check the grid in a CSV file."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not text"
-        raise ScheduleError(
-            f"the schedule cannot be read: {reason}",
-            by=str(path),
-            hint="give the path of a CSV file with one row per rank",
-        ) from error
+    with file_errors(
+        "the schedule cannot be read", path, "give the path of a CSV file with one row per rank"
+    ):
+        text = Path(path).read_text(encoding="utf-8-sig")
     return parse_csv(text, by=str(path))
 
 

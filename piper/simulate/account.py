@@ -140,43 +140,14 @@ class MemoryUse:
     at_peak: tuple[tuple[str, int], ...]  # largest first
 
 
-class RunningLedger(Ledger):
-    """Counts live bytes as instructions start and end, with the workspaces of those that run."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.running: dict[int, int] = {}  # by instruction: its workspace
-
-    def take(self, kind: int, place: int) -> int:
-        """Start or end an instruction, and return the live bytes."""
-        ins = self.plan.instrs[place]
-        if kind == START:
-            self.hold(ins.writes)
-            self.running[place] = ins.workspace
-        else:
-            self.running.pop(place, None)
-            self.release(ins.frees)
-        return self.live + sum(self.running.values())
-
-    def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
-        sizes: dict[str, int] = {name: slot.nbytes for name, slot in self.plan.residents.items()}
-        for name in self.slots:
-            sizes[name] = self.plan.slots[name].nbytes
-            sizes.update(self.plan.slots[name].shares)
-        for place, workspace in self.running.items():
-            sizes[f"workspace of {self.plan.instrs[place].node}"] = workspace
-        return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda item: (-item[1], item[0])))
-
-
 def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
     """Count the live bytes over the times of a step."""
-    ledger, order = RunningLedger(plan), moments(timeline)
+    ledger, order = Ledger(plan), moments(timeline)
     times: list[float] = []
     live: list[int] = []
     peak, peak_at, last = ledger.resident, 0, 0
     for number, (time, kind, place) in enumerate(order, 1):
-        now = ledger.take(kind, place)
+        now = ledger.start(place) if kind == START else ledger.end(place)
         if now > peak:
             peak, peak_at, last = now, place, number
         if times and times[-1] == time:
@@ -184,9 +155,9 @@ def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
         else:
             times.append(time)
             live.append(now)
-    at_peak = RunningLedger(plan)  # filled a second time: a copy at each new peak would take quadratic time
+    at_peak = Ledger(plan)  # filled a second time: a copy at each new peak would take quadratic time
     for _, kind, place in order[:last]:
-        at_peak.take(kind, place)
+        (at_peak.start if kind == START else at_peak.end)(place)
     return MemoryUse(
         resident=ledger.resident,
         times=tuple(times),

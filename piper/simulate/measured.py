@@ -13,6 +13,7 @@ from statistics import median
 from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.devices import Devices
+from piper.ir.grouping import grouped
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plans
@@ -174,10 +175,7 @@ def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) ->
 
 def by_size(points: Sequence[tuple[float, float]]) -> list[tuple[float, list[float]]]:
     """Return the seconds that each size took, in order of size."""
-    found: dict[float, list[float]] = {}
-    for size, seconds in points:
-        found.setdefault(size, []).append(seconds)
-    return sorted(found.items())
+    return sorted(grouped(points).items())
 
 
 def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

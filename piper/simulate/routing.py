@@ -52,9 +52,7 @@ def routed_step(
     """Simulate a step. rows: of each expert, by regions with clones; tables: by these regions."""
     factors = {region: tables[region].skew(rows[region]) for region in tables}
     experts = (chunk for chunk in outline.chunks if chunk.name in tables)
-    routes = {
-        source.chunk: chunk.name for chunk in experts for source in chunk.inputs if isinstance(source, Output)
-    }
+    routes = {source.chunk: chunk.name for chunk in experts for source in chunk.sources}
     routes |= {chunk.name: routes[route] for chunk in outline.chunks if (route := unrouted(chunk)) in routes}
 
     def changed(ins: Instr) -> Instr:

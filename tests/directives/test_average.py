@@ -43,10 +43,9 @@ ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
             replicate(at(PP=1), devices=[0, 2, 1, 3]),
             average(at(), across=[0, 2]),
         ],
-        """average #2: two regions have different groups
-  before: 0,2 hold the same
-  PP=1:   0,1 do
-  hint:   list the devices of every region group by group, in the same order of groups""",
+        """average #2: a device would be in two groups
+  hold the same: 0,2; 1,3; 0,1; 2,3
+  hint:          list the devices of every region group by group, in the same order of groups""",
     ),
     "in two groups": (
         [
@@ -72,15 +71,15 @@ ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
     ),
     "steps": (
         [EVERYTHING, average(at(), across=[0, 2], every=2, fragments=3)],
-        """average #1: 3 fragments do not get a step each
-  asked: fragments=3, every=2
-  hint:  at most one fragment for each of the steps between two averages""",
+        """average #1: 2 steps are too few from one average to the next
+  asked: fragments=3, overlap=0, every=2
+  hint:  at most one fragment for each of these steps, and an overlap of fewer steps""",
     ),
     "begins too early": (
         [EVERYTHING, average(at(), across=[0, 2], every=2, overlap=2)],
-        """average #1: an average would begin before the last one is merged
-  asked: overlap=2, every=2
-  hint:  let overlap be less than every""",
+        """average #1: 2 steps are too few from one average to the next
+  asked: fragments=1, overlap=2, every=2
+  hint:  at most one fragment for each of these steps, and an overlap of fewer steps""",
     ),
     "keeps": (
         [EVERYTHING, average(at(), across=[0, 2], every=2, keep=0.5)],

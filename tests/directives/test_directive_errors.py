@@ -53,7 +53,7 @@ def test_an_unknown_tag_far_from_all() -> None:
 def test_an_unknown_tag_of_a_backward_in_halves() -> None:
     assert said(DENSE, order([[at(XX=0, PASS="BI")]])) == cleandoc("""
         order #0 (here): there is no tag 'XX'
-          asked: at(XX=0, PASS=BI)
+          asked: at(XX=0, PASS="BI")
           tags:  PP
           hint:  annotate the model with it, or split along it first
     """)
@@ -72,7 +72,7 @@ def test_a_tag_in_a_model_without_any() -> None:
 def test_a_filter_that_matches_nothing() -> None:
     assert said(EXPERTS, replicate(at(PP=2, EP=None), [0])) == cleandoc("""
         replicate #0 (here): the filter matches no node
-          asked: at(EP=-, PP=2)
+          asked: at(EP=None, PP=2)
           known: EP=0..1, PP=0..1
           hint:  use an index that exists; only an order that asks for halves makes a backward BI and BW
     """)
@@ -81,7 +81,7 @@ def test_a_filter_that_matches_nothing() -> None:
 def test_a_filter_in_an_order_that_matches_nothing() -> None:
     assert said(DENSE, split(at(), parts=1), order([[at(MB=1, PASS="BW")]])) == cleandoc("""
         order #1 (here): the filter matches no node
-          asked: at(MB=1, PASS=BW)
+          asked: at(MB=1, PASS="BW")
           known: MB=0, PP=0..1
           hint:  use an index that exists; only an order that asks for halves makes a backward BI and BW
     """)
@@ -92,7 +92,7 @@ def test_no_devices(make: Callable[..., Directive]) -> None:
     assert said(EXPERTS, make(at(EP="*"), [])) == cleandoc(f"""
         {make.__name__.lower()} #0 (here): no devices are given
           asked: devices=[]
-          hint:  devices are whole numbers from 0, at least one
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 
@@ -101,7 +101,7 @@ def test_a_bad_device(bad: int) -> None:
     assert said(DENSE, place(at(), [0, bad])) == cleandoc(f"""
         place #0 (here): {bad!r} is not a device
           asked: devices=[0, {bad!r}]
-          hint:  devices are whole numbers from 0, at least one
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 
@@ -109,7 +109,7 @@ def test_a_device_given_twice() -> None:
     assert said(DENSE, replicate(at(), [0, 1, 0])) == cleandoc("""
         replicate #0 (here): device 0 is given twice
           asked: devices=[0, 1, 0]
-          hint:  name each device once: the i-th takes the i-th slice of the samples
+          hint:  devices are whole numbers from 0, at least one, each once: the i-th takes the i-th slice
     """)
 
 

@@ -72,7 +72,7 @@ def test_an_index_of_several_that_does_not_exist(directive: Directive) -> None:
     with pytest.raises(ScheduleError) as caught:
         after(directive)
     where = directive.source
-    asked = "at(PP=range(2, 6))" if directive.verb == "place" else "at(PP=[0, 4], PASS=F)"
+    asked = "at(PP=range(2, 6))" if directive.verb == "place" else 'at(PP=[0, 4], PASS="F")'
     assert str(caught.value) == cleandoc(f"""
         {directive.verb} #0 ({where}): there is no PP=4
           asked: {asked}
@@ -155,7 +155,7 @@ def test_every_builder_takes_filters() -> None:
             [at(LAYER=0), at(LAYER=1, PASS="F")],
             """
             orders: the filter of a stage names PASS
-              filter: at(LAYER=1, PASS=F)
+              filter: at(LAYER=1, PASS="F")
               hint:   leave PASS and MB out: the schedule gives both
             """,
         ),

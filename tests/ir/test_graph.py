@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from piper.directives import apply, order, place, replicate, split
 from piper.ir.chunk import Output
-from piper.ir.graph import Graph, has_backward, inputs_from_chunks, start
+from piper.ir.graph import Graph, has_backward, start
 from piper.ir.select import At, at
 from tests.chain import chain
 
@@ -65,7 +65,7 @@ def test_a_chain_lists_chunks_after_what_they_read() -> None:
     for outline in (chain(3), chain(2, experts=2, tied=True), chain(1)):
         seen: set[str] = set()
         for chunk in outline.chunks:
-            for _, source in inputs_from_chunks(chunk):
+            for source in chunk.sources:
                 assert source.chunk in seen
             seen.add(chunk.name)
         assert outline.loss == Output(chunk=outline.chunks[-1].name, index=0)

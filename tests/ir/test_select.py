@@ -9,7 +9,7 @@ from piper.ir.select import Asked, at
 
 
 def test_a_filter_reads_as_it_was_written() -> None:
-    assert str(at(PP=0, EP="*", MB=None, PASS="BI")) == "at(EP=*, MB=-, PP=0, PASS=BI)"
+    assert str(at(PP=0, EP="*", MB=None, PASS="BI")) == 'at(EP="*", MB=None, PP=0, PASS="BI")'
     assert str(at()) == "at()"
 
 

@@ -7,6 +7,7 @@ ahead of each other, a send ends before or with its receive, and every value mus
 import random
 
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.specification import Specification
@@ -34,8 +35,8 @@ def examine(plans: Plans, graph: Graph, *seeds: int, clip: bool = False) -> None
 class Streams:
     """The streams of a program: the places of their instructions, how far each has come, and its events."""
 
-    def __init__(self, program: int, plan: Plan) -> None:
-        self.program, self.instrs = program, plan.instrs
+    def __init__(self, program: int, plan: Plan, slots: dict[SlotId, Value]) -> None:
+        self.program, self.instrs, self.slots = program, plan.instrs, slots
         self.places: dict[str, list[int]] = {}
         for place, ins in enumerate(plan.instrs):
             self.places.setdefault(ins.stream, []).append(place)
@@ -44,7 +45,7 @@ class Streams:
         self.events: set[int] = set()
 
     def at(self, place: int) -> ProgramInstr:
-        return ProgramInstr(program=self.program, place=place, ins=self.instrs[place])
+        return ProgramInstr(program=self.program, place=place, ins=self.instrs[place], slots=self.slots)
 
     def head(self, stream: str) -> ProgramInstr | None:
         """The next instruction of a stream, once its events have come and the host has issued it."""
@@ -71,7 +72,9 @@ class RandomRun(SymbolicRun):
         super().__init__(plans, spec)
         self.rng = random.Random(seed)
         self.buffered = self.rng.random() < 0.5  # whether a send may end before its receive begins
-        self.streams = [Streams(program, plan) for program, plan in enumerate(plans)]
+        self.streams = [
+            Streams(program, plan, self.state.slots[program]) for program, plan in enumerate(plans)
+        ]
         # By communicator and node: what programs have sent, and who has come to a collective.
         self.sent: dict[tuple[str, str], dict[int, Value | None]] = {}
         self.arrived: dict[tuple[str, str], dict[int, ProgramInstr]] = {}

@@ -42,7 +42,7 @@ def said(outline: CapturedModel, *strategy: Directive, samples: int | None = Non
 def test_a_node_left_unplaced() -> None:
     assert said(DENSE, place(at(PP=1), [0]), split(at(), parts=2)) == cleandoc("""
         strategy: F[PP=0 MB=0] is placed on no device
-          unplaced: F[PP=0 MB=0], F[PP=0 MB=1], F[PP=2 MB=0], F[PP=2 MB=1] and 4 more
+          unplaced: F[PP=0 MB=0], F[PP=0 MB=1], F[PP=2 MB=0], and 5 more
           placed:   F[PP=1 MB=0] on 0
           hint:     place every region, or none for a single device
     """)

@@ -253,7 +253,7 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         pipeline,
         2,
         changing("compute", "F[PP=1 MB=0]", payload=None),
-        "F[PP=1 MB=0] has nothing, which this device must not run",
+        "F[PP=1 MB=0] has nothing, which is not what compute needs",
     ),
     "a compute on a microbatch that does not exist": (
         pipeline,

@@ -119,17 +119,17 @@ def refusal(model: Callable[[], nn.Module]) -> str:
 def test_a_buffer_that_is_written_is_not_divided() -> None:
     assert refusal(lambda: Scaled(counts=True)) == cleandoc("""
         shard #2 (test_expert_buffers.py): the buffer seen cannot be sharded with its experts
-          asked: ways 2 over 0,1
+          asked: ways 2 over 0,1 for PP=0 EP=0 #1
           but:   PP=0 EP=0 #1 writes it, from the rows of 2 devices at once
-          hint:  write it outside the part between route and unroute, or do not shard this region
+          hint:  give each region a buffer of its own, which only what lies outside route and unroute writes, or do not shard this region
     """)
     assert check(compile(job(2, 1, lambda: Scaled(counts=True))), launch_inline, [batch(0)]).ok
 
 
 def test_a_buffer_that_is_used_outside_is_not_divided() -> None:
     assert refusal(lambda: Scaled(shared=True)) == cleandoc("""
-        shard #2 (test_expert_buffers.py): the buffer scale would be sharded in one region and not in another
+        shard #2 (test_expert_buffers.py): the buffer scale cannot be sharded with its experts
           asked: ways 2 over 0,1 for PP=0 EP=0 #1
           but:   PP=0 EP=0 #1 and PP=0 #1 share it
-          hint:  give each region a buffer of its own, or shard both alike
+          hint:  give each region a buffer of its own, which only what lies outside route and unroute writes, or do not shard this region
     """)

@@ -224,7 +224,10 @@ def test_sharded_regions_give_the_numbers_of_one_device(
     ("strategy", "what"),
     [
         ([replicate(at(), FOUR, zero=3, within=1)], "within must be a whole number from 2, got 1"),
-        ([replicate(at(), FOUR, within=2)], "within= without ZeRO: there is nothing to shard inside a group"),
+        (
+            [replicate(at(), FOUR, within=2)],
+            "within= shards under ZeRO, and optimizer_within= beyond it under zero=3",
+        ),
         ([replicate(at(), FOUR, zero=3, within=3)], "4 devices cannot form groups of within=3"),
         (
             [replicate(at(), range(12), zero=3, within=4, optimizer_within=6)],
@@ -232,7 +235,7 @@ def test_sharded_regions_give_the_numbers_of_one_device(
         ),
         (
             [replicate(at(), FOUR, zero=2, within=2, optimizer_within=4)],
-            "optimizer_within= shards the state beyond the groups of within=, under zero=3",
+            "within= shards under ZeRO, and optimizer_within= beyond it under zero=3",
         ),
         (
             [replicate(at(), range(8), zero=3, within=2), shard(at(EP="*"), range(8), ways=4)],

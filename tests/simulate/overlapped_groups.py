@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.graph import Graph
 from piper.ir.ids import Pass
 from piper.ir.node import compute_name
 
@@ -42,7 +42,4 @@ def starts(group: Sequence[Pass], before: Mapping[str, set[str]]) -> Iterator[Pa
 
 def sources(graph: Graph) -> dict[str, set[str]]:
     """Return, for each chunk, the chunks whose results it reads."""
-    return {
-        chunk.name: {source.chunk for _, source in inputs_from_chunks(chunk)}
-        for chunk in graph.outline.chunks
-    }
+    return {chunk.name: {source.chunk for source in chunk.sources} for chunk in graph.outline.chunks}
