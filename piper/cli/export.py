@@ -1,13 +1,11 @@
 """`piper export` and `piper import`: checkpoints of a run to and from other programs."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from piper.cli.application import Answer, Recipe, RunFolder
-from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 
 FORMS = ("hf", "peft", "dcp", "torchtitan", "safetensors", "torch")
@@ -77,7 +75,7 @@ def export(
     else:
         kind = export_state(job, values, folder, form=form, dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
-    report: ExportReport = {
+    report = {
         "folder": str(folder),
         "format": form,
         "model": kind,
@@ -87,7 +85,7 @@ def export(
     }
     steps = count(values.record.step, "step")
     text = f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
-    return Answer(report=report, show=lambda: sys.stdout.write(text))
+    return Answer(report=report, show=text)
 
 
 def import_weights(
@@ -108,5 +106,5 @@ def import_weights(
     text = f"Imported {weights}: {what}\n  run      {made.folder}\n  train    {train}\n"
     return Answer(
         report={"run": str(made.folder), "step": made.step, "optimizer": made.optimizer, "train": train},
-        show=lambda: sys.stdout.write(text),
+        show=text,
     )

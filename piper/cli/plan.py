@@ -9,7 +9,6 @@ from rich.console import Console
 
 from piper.checkpoint.moves import peak_while_moving
 from piper.cli.application import Answer, Compile, Recipe, StrategyFile
-from piper.cli.reports import PlanReport
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import count, size, table_of
@@ -64,13 +63,13 @@ def host_moved(plan: Plan) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
 
 
-def plan_report(program: "Program") -> PlanReport:
+def plan_report(program: "Program") -> dict[str, object]:
     """Return what `--json` prints."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     each = [rows[device] for device in sorted(rows)]
     survives, held = survival(program.plans), [*map(host_peak, each)]
-    report: PlanReport = {
+    report: dict[str, object] = {
         "devices": sorted(rows),
         "nodes": len(program.work.sequence),
         "instructions": [len(plan.instrs) for plan in each],

@@ -1,6 +1,5 @@
 """`piper schedule`: a pipeline schedule as a grid, as CSV or as a picture."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +76,7 @@ def schedule(
             "summary": below or None,
             "svg": None if svg is None else str(svg),
         },
-        show=lambda: None if svg is not None else sys.stdout.write(text),
+        show="" if svg is not None else text,
     )
 
 

@@ -1,13 +1,11 @@
 """`piper selftest`: tries a machine before it is trusted."""
 
-import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from piper.cli.application import NO, SUCCESS, Answer, Compile, Device
-from piper.cli.reports import SelftestReport
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output
 
@@ -41,7 +39,7 @@ def selftest(
     if out is not None:
         write_output(out, page.markdown(), MARK)
     return Answer(
-        report=cast(SelftestReport, page.report()),
-        show=lambda: sys.stdout.write(page.markdown()),
+        report=page.report(),
+        show=page.markdown(),
         code=SUCCESS if page.ok else NO,
     )

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,7 +18,6 @@ from piper.cli.application import (
     RunFolder,
     StrategyFile,
 )
-from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.view.provenance import METRICS
 from piper.workers.rank_zero import on_rank_zero
@@ -82,7 +81,7 @@ def train(
         from piper.train.train_command import train_alone
 
         rank = train_alone(asked)
-        return Answer(report=cast(RankReport, rank.report()), show=lambda: sys.stdout.write(str(rank)))
+        return Answer(report=rank.report(), show=str(rank))
     return train_and_report(asked)
 
 
@@ -107,12 +106,10 @@ def train_and_report(asked: "TrainOptions") -> Answer:
             show=lambda: sys.stderr.write(stopping(outcome, again) + "\n"),
             code=PREEMPTED if outcome.preempted else INTERRUPTED,
         )
-    return Answer(
-        report=train_report(outcome), show=lambda: sys.stdout.write(ending(outcome, called_as()) + "\n")
-    )
+    return Answer(report=train_report(outcome), show=ending(outcome, called_as()) + "\n")
 
 
-def train_report(outcome: "Outcome") -> TrainReport:
+def train_report(outcome: "Outcome") -> dict[str, object]:
     """Return how a run ended, for scripts."""
     first, last = outcome.first, outcome.last
     stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None

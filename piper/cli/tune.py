@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from piper.cli.application import Answer, Compile, CostsFile, Recipe
-from piper.cli.reports import CandidateReport, TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, file_errors
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -189,7 +188,7 @@ def print_lengths(tuned: "TunedLengths", console: Console, recipe: str, out: Pat
         console.print("--out FILE writes the strategies, for piper check and train --strategy FILE")
 
 
-def candidate_report(tuned: "Tuned", one: "Evaluation") -> CandidateReport:
+def candidate_report(tuned: "Tuned", one: "Evaluation") -> dict[str, object]:
     """Return a candidate that was compiled."""
     return {
         "label": one.choice.label,
@@ -201,7 +200,7 @@ def candidate_report(tuned: "Tuned", one: "Evaluation") -> CandidateReport:
     }
 
 
-def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
+def lengths_report(tuned: "TunedLengths") -> dict[str, object]:
     """Return the outcome of a search by length as one object."""
     return {
         "step_s": tuned.step,
@@ -277,7 +276,7 @@ def print_discarded(tuned: "Tuned", console: Console) -> None:
     console.print(f"  such as {closest.choice.label}: {tuned.reason_discarded(closest)}")
 
 
-def tuned_report(tuned: "Tuned") -> TuneReport:
+def tuned_report(tuned: "Tuned") -> dict[str, object]:
     """Return the outcome as one object."""
     return {
         "best": {**candidate_report(tuned, tuned.best), "strategy": json.loads(tuned.json)},

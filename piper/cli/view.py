@@ -1,6 +1,5 @@
 """`piper view`: a strategy as a page, a picture or a trace."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +51,7 @@ def view(
     files = {"page": written, "svg": svg, "trace": trace}
     return Answer(
         report={"title": subject.title, "files": {kind: str(file) for kind, file in files.items() if file}},
-        show=lambda: sys.stdout.write(f"{written}: open it in a browser\n" if written else ""),
+        show=f"{written}: open it in a browser\n" if written else "",
     )
 
 
