@@ -12,7 +12,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,36 +31,37 @@ USER_ERROR = 2
 PREEMPTED = 75  # EX_TEMPFAIL: try again
 INTERRUPTED = 130  # as a shell has it after Ctrl-C
 
+
+def option(help: str, *names: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: ANN401
+    """Return an option of a verb: what it does, in words, and its names if they are not the parameter's."""
+    return typer.Option(*names, help=help, metavar=metavar, **more)
+
+
 Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, or an accelerator as cuda; else what there is.", metavar="KIND")
-]
+Device = Annotated[str | None, option("cpu, or an accelerator as cuda; else what there is.", metavar="KIND")]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")
+    bool, option("Run chunks as Inductor compiles them; kept in ~/.cache/piper.", "--compile")
 ]
 CostsFile = Annotated[
-    Path | None,
-    typer.Option("--costs", help="Measured costs, from `piper profile --calibrate`.", metavar="FILE"),
+    Path | None, option("Measured costs, from `piper profile --calibrate`.", "--costs", metavar="FILE")
 ]
 ClusterName = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
         "--cluster",
-        help="a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
         metavar="NAME|FILE",
     ),
 ]
 StrategyFile = Annotated[
-    Path | None,
-    typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
+    Path | None, option("A JSON strategy in place of the recipe's own.", "--strategy", metavar="FILE")
 ]
 RunFolder = Annotated[
-    Path | None,
-    typer.Option("--out", help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+    Path | None, option("The run's folder; else runs/recipe-function, numbered.", "--out", metavar="DIR")
 ]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[bool, option("Print one JSON object and nothing else.", "--json")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +188,10 @@ SCHEMA_HELP = "Print the JSON schema of what --json prints."
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=VERSIONED, is_eager=True)
+        bool, option("Print the version.", "--version", callback=VERSIONED, is_eager=True)
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help=SCHEMA_HELP, callback=printing(schema_text), is_eager=True)
+        bool, option(SCHEMA_HELP, "--schema", callback=printing(schema_text), is_eager=True)
     ] = False,
 ) -> None:
     """Plan, check and run distributed training strategies for PyTorch."""

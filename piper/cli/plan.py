@@ -4,11 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from piper.checkpoint.moves import peak_while_moving
-from piper.cli.application import Answer, Compile, Recipe, StrategyFile
+from piper.cli.application import Answer, Compile, Recipe, StrategyFile, option
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import count, size, table_of
@@ -30,13 +29,9 @@ MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
 
 def plan(
     recipe: Recipe,
-    device: Annotated[int | None, typer.Option(help="Print this device's instructions.")] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Say what the compiler decided against, and why.")
-    ] = False,
-    text: Annotated[
-        Path | None, typer.Option(help="Write the plans in their text form to this file.")
-    ] = None,
+    device: Annotated[int | None, option("Print this device's instructions.")] = None,
+    why: Annotated[bool, option("Say what the compiler decided against, and why.", "--why")] = False,
+    text: Annotated[Path | None, option("Write the plans in their text form to this file.")] = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
 ) -> Answer:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from piper.cli.application import Answer
+from piper.cli.application import Answer, option
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
 from piper.ir.json_fields import to_json
@@ -35,29 +35,25 @@ def profile(
         str | None,
         typer.Argument(help="A run's folder, or a recipe to run and profile.", metavar="DIR|RECIPE"),
     ] = None,
-    on: Annotated[str, typer.Option(help="Where a recipe runs: inline, local or ray.")] = "local",
-    steps: Annotated[int, typer.Option(help="Steps of a recipe to record.", min=1)] = STEPS,
+    on: Annotated[str, option("Where a recipe runs: inline, local or ray.")] = "local",
+    steps: Annotated[int, option("Steps of a recipe to record.", min=1)] = STEPS,
     calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Write costs for `piper simulate --costs` to this file.", metavar="FILE"),
+        Path | None, option("Write costs for `piper simulate --costs` to this file.", metavar="FILE")
     ] = None,
     also: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="For --calibrate: another run of the model, with microbatches of another size.",
-            metavar="DIR",
+        option(
+            "For --calibrate: another run of the model, with microbatches of another size.", metavar="DIR"
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            help="For --calibrate: what communication costs that the profile does not have.",
-            metavar="NAME|FILE",
+        option(
+            "For --calibrate: what communication costs that the profile does not have.", metavar="NAME|FILE"
         ),
     ] = None,
     cluster_out: Annotated[
-        Path | None,
-        typer.Option(help="Measure this machine, for `piper simulate --cluster`.", metavar="FILE"),
+        Path | None, option("Measure this machine, for `piper simulate --cluster`.", metavar="FILE")
     ] = None,
 ) -> Answer:
     """Show what the steps of a run were made of: by op, and by piece of the model."""

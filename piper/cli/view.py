@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.application import Answer, Compile, CostsFile, StrategyFile
+from piper.cli.application import Answer, Compile, CostsFile, StrategyFile, option
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans
@@ -27,10 +27,10 @@ REPORT = Path("report.html")
 
 def view(
     target: Target,
-    out: Annotated[Path | None, typer.Option(help="Write the page here; else report.html.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the pipeline grid as SVG.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace that Perfetto and Chrome open.")] = None,
-    cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
+    out: Annotated[Path | None, option("Write the page here; else report.html.")] = None,
+    svg: Annotated[Path | None, option("Write the pipeline grid as SVG.")] = None,
+    trace: Annotated[Path | None, option("Write a trace that Perfetto and Chrome open.")] = None,
+    cluster: Annotated[str | None, option(MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
