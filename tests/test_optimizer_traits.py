@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import piper
 from piper.checkpoint.load import Values
-from piper.checkpoint.plain_export import FORMATS
+from piper.checkpoint.plain_state import FORMATS
 from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.train.other_programs import export_state, import_start

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.checkpoint.huggingface import Lazy
+from piper.checkpoint.huggingface import Lazy, unreadable
 from piper.checkpoint.metadata import plain_name
-from piper.errors import CONTENT, ConfigError
+from piper.errors import CONTENT
 
 LARGEST = 2**63  # integers beyond it are no size
 METADATA = ".metadata"
@@ -175,14 +175,3 @@ def numbers_of(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list):
         raise TypeError(f"{values!r} is not a shape")
     return tuple(whole_number(value, "a size") for value in values)
-
-
-def unreadable(path: Path, why: str) -> ConfigError:
-    """Return the error for a file or folder of another program that cannot be read."""
-    return ConfigError(
-        "this checkpoint cannot be read",
-        by=str(path),
-        facts={"why": why},
-        hint="give a whole one: a DCP folder, a folder of safetensors files, or a file of torch.save that "
-        "holds tensors, numbers, text and containers only",
-    )

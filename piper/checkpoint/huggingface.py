@@ -164,7 +164,7 @@ def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
                 folder, config=model.config, output_loading_info=True, use_safetensors=True
             )
     except (OSError, RuntimeError, ValueError) as error:
-        raise unusable(folder, str(error)) from error
+        raise unreadable(folder, str(error)) from error
     if facts := differences_in(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), ()):
         raise ConfigError(
             f"the weights are not all of a {type(model).__name__}",
@@ -200,11 +200,7 @@ def weights_in(folder: Path) -> Lazy:
         experts[match[1]] = max(experts.get(match[1], 0), int(match[2]) + 1)
 
     def read(name: str) -> Tensor:
-        try:
-            with safe_open(folder / files[name], framework="pt") as opened:
-                return cast(Tensor, opened.get_tensor(name))
-        except (OSError, SafetensorError) as error:
-            raise unusable(folder, f"{files[name]}: {error}") from error
+        return read_tensor(folder / files[name], name)
 
     def fused(layer: str, *parts: str) -> Tensor:
         names = [[f"{layer}.{e}.{part}_proj.weight" for part in parts] for e in range(experts[layer])]
@@ -215,6 +211,15 @@ def weights_in(folder: Path) -> Lazy:
     return Lazy(readers | {name: partial(read, name) for name in files if not EXPERT.fullmatch(name)})
 
 
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return cast(Tensor, opened.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise unreadable(file, f"{name}: {error}") from error
+
+
 def files_of(folder: Path) -> dict[str, str]:
     """Return the file that holds each tensor of a folder, by the tensor's name."""
     try:
@@ -222,19 +227,20 @@ def files_of(folder: Path) -> dict[str, str]:
             files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             for file in set(files.values()):
                 if Path(file).name != file or not (folder / file).is_file():
-                    raise unusable(folder, f"{INDEX} names {file!r}, which is not a file of the folder")
+                    raise unreadable(folder, f"{INDEX} names {file!r}, which is not a file of the folder")
             return files
         with safe_open(folder / SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise unusable(folder, f"{type(error).__name__}: {error}") from error
+        raise unreadable(folder, f"{type(error).__name__}: {error}") from error
 
 
-def unusable(folder: Path, why: str) -> ConfigError:
-    """Return the error for a folder that holds no weights."""
+def unreadable(path: Path, why: str) -> ConfigError:
+    """Return the error for a file or folder of another program that cannot be read."""
     return ConfigError(
-        "there are no safetensors weights to read here",
-        by="import_hf",
-        facts={"path": str(folder), "why": why},
-        hint=f"give a folder with {SINGLE} or {INDEX}; files of other formats are not read",
+        "this checkpoint cannot be read",
+        by=str(path),
+        facts={"why": why},
+        hint=f"give a whole one: a DCP folder, a folder with {SINGLE} or {INDEX}, or a file of torch.save "
+        "that holds tensors, numbers, text and containers only",
     )

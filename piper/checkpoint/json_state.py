@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from piper.errors import ConfigError
 from piper.runtime.accelerator import is_accelerator
@@ -30,33 +30,22 @@ class TensorAt:
 def flat_state(state: Mapping[str, object]) -> dict[str, object]:
     """Return what an optimizer keeps for a parameter, with tensors inside of other values beside these."""
     flat: dict[str, object] = {}
-
-    def lift(key: str, value: object) -> object:
-        inside: list[Tensor] = []
-
-        def taken(tensor: Tensor) -> TensorAt:
-            inside.append(tensor)
-            return TensorAt(f"{key}[{len(inside) - 1}]")
-
-        outside = tree_map_only(Tensor, taken, value)
-        flat.update({f"{key}[{number}]": tensor for number, tensor in enumerate(inside)})
-        return outside
-
     for key, value in state.items():
-        flat[key] = value if isinstance(value, Tensor) else lift(key, value)
+        if isinstance(value, Tensor):
+            flat[key] = value
+            continue
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        inside = {f"{key}[{number}]": tensor for number, tensor in enumerate(tensors)}
+        places = map(TensorAt, inside)
+        flat |= {**inside, key: tree_map_only(Tensor, lambda _, places=places: next(places), value)}
     return flat
 
 
 def nested_state(flat: Mapping[str, object]) -> dict[str, object]:
     """Return a state that was made flat as it was."""
-    inside = set[str]()
-
-    def given(at: TensorAt) -> object:
-        inside.add(at.key)
-        return flat[at.key]
-
-    state = {key: tree_map_only(TensorAt, given, value) for key, value in flat.items()}
-    return {key: value for key, value in state.items() if key not in inside}
+    inside = {leaf.key for leaf in tree_leaves([*flat.values()]) if isinstance(leaf, TensorAt)}
+    outside = {key: value for key, value in flat.items() if key not in inside}
+    return {key: tree_map_only(TensorAt, lambda at: flat[at.key], value) for key, value in outside.items()}
 
 
 def encode(value: object, where: str) -> Plain:

@@ -49,13 +49,9 @@ def not_ours(path: str, why: str) -> UnwrittenError:
 
 def target_of(given: Path | str) -> Path:
     """Return where to write, as an absolute path; refuse a place that may hold anything of the user's."""
-    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes):
-        raise not_ours(repr(given), "it is not a path")
-    text = os.fspath(given)
-    if not text.strip():
-        raise not_ours(repr(text), "the name is empty")
-    if "\0" in text:
-        raise not_ours(repr(text), "the name holds a NUL character")
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise not_ours(repr(text), "it is not a path")
     path = Path(text)
     try:
         path = path.absolute()

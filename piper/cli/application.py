@@ -1,70 +1,75 @@
-"""The command line: what verbs over `recipe.py:function` share, and the schema of what `--json` prints."""
+"""The command line: what verbs over `recipe.py:function` share."""
 
 import inspect
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from piper.cli.reports import REPORTS, SCHEMA, FailureReport, Report
 from piper.errors import PiperError
 from piper.version import VERSION
 
+VERBS = (
+    *("plan", "check", "simulate", "train", "tune", "profile", "diff", "selftest", "schedule", "view"),
+    *("init", "export", "import"),
+)
+SCHEMA = 1  # of schema.json: raised when a field of a report goes, or means something else. New ones may come
 SUCCESS = 0
 NO = 1  # the answer of a check
 USER_ERROR = 2
 PREEMPTED = 75  # EX_TEMPFAIL: try again
 INTERRUPTED = 130  # as a shell has it after Ctrl-C
 
+
+def option(help: str, *names: str, metavar: str | None = None, **more: Any) -> Any:  # noqa: ANN401
+    """Return an option of a verb: what it does, in words, and its names if they are not the parameter's."""
+    return typer.Option(*names, help=help, metavar=metavar, **more)
+
+
 Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, or an accelerator as cuda; else what there is.", metavar="KIND")
-]
+Device = Annotated[str | None, option("cpu, or an accelerator as cuda; else what there is.", metavar="KIND")]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")
+    bool, option("Run chunks as Inductor compiles them; kept in ~/.cache/piper.", "--compile")
 ]
 CostsFile = Annotated[
-    Path | None,
-    typer.Option("--costs", help="Measured costs, from `piper profile --calibrate`.", metavar="FILE"),
+    Path | None, option("Measured costs, from `piper profile --calibrate`.", "--costs", metavar="FILE")
 ]
 ClusterName = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
         "--cluster",
-        help="a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
         metavar="NAME|FILE",
     ),
 ]
 StrategyFile = Annotated[
-    Path | None,
-    typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
+    Path | None, option("A JSON strategy in place of the recipe's own.", "--strategy", metavar="FILE")
 ]
 RunFolder = Annotated[
-    Path | None,
-    typer.Option("--out", help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+    Path | None, option("The run's folder; else runs/recipe-function, numbered.", "--out", metavar="DIR")
 ]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[bool, option("Print one JSON object and nothing else.", "--json")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a verb found: a report for scripts, and how it is shown to people."""
+    """What a verb found: a report for scripts, and for people a text, or what prints one."""
 
-    report: Report
-    show: Callable[[], object]
+    report: Mapping[str, object]  # as schema.json says
+    show: str | Callable[[], object]
     code: int = SUCCESS
 
 
@@ -75,13 +80,16 @@ def with_json(name: str, verb: Callable[..., Answer]) -> Callable[..., None]:
     def command(*, as_json: bool = False, **options: object) -> None:
         if not as_json:
             answer = verb(**options)
-            answer.show()
+            if isinstance(answer.show, str):
+                sys.stdout.write(answer.show)
+            else:
+                answer.show()
             raise typer.Exit(answer.code)
         try:
             with printing_to_stderr():
                 answer = verb(**options)
         except PiperError as error:
-            failure: FailureReport = {
+            failure = {
                 "error": {
                     "kind": type(error).__name__,
                     "message": str(error),
@@ -117,12 +125,12 @@ def printing_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def print_json(verb: str, report: Report) -> None:
+def print_json(verb: str, report: Mapping[str, object]) -> None:
     """Print a report as one object on one line, after the version of its schema and the verb."""
     sys.stdout.write(json.dumps({"schema": SCHEMA, "verb": verb, **report}) + "\n")
 
 
-def app_with(verbs: Iterable[str] = REPORTS) -> typer.Typer:
+def app_with(verbs: Iterable[str] = VERBS) -> typer.Typer:
     """Return the command line with some verbs, whose modules are imported here."""
     app = typer.Typer(
         name="piper",
@@ -144,9 +152,9 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
         try:
-            asked = [verb for verb in sys.argv[1:2] if verb in REPORTS]
+            asked = [verb for verb in sys.argv[1:2] if verb in VERBS]
             # A verb is imported alone: importing all takes as long as `import piper`.
-            app_with(asked or REPORTS)()
+            app_with(asked or VERBS)()
         except PiperError as error:
             notes = getattr(error, "__notes__", ())  # a worker's traceback
             tell("\n".join([f"error: {error}", *notes]))
@@ -169,64 +177,9 @@ def printing(text: Callable[[], str]) -> Callable[[bool], None]:
     return act
 
 
-Schema = dict[str, object]
-SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
-
-
 def schema_text() -> str:
-    """Return the schema as a file has it."""
-    return json.dumps(json_schema(), indent=1) + "\n"
-
-
-def json_schema() -> Schema:
-    """Return the schema of one object, with a definition for each kind of report."""
-    definitions: Schema = {}
-    reports = [
-        {"properties": {"verb": {"const": verb}}, **reference(kind, definitions)}
-        for verb, kinds in REPORTS.items()
-        for kind in kinds
-    ]
-    failure = {"properties": {"verb": {"enum": [*REPORTS]}}, **reference(FailureReport, definitions)}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"What piper VERB --json prints, schema {SCHEMA}",
-        "properties": {"schema": {"const": SCHEMA}},
-        "required": ["schema", "verb"],
-        "anyOf": [*reports, failure],
-        "$defs": dict(sorted(definitions.items())),
-    }
-
-
-def reference(kind: type, definitions: Schema) -> Schema:
-    """Return a reference to a record, whose definition is added."""
-    if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # a record may hold itself
-        fields = get_type_hints(kind, include_extras=True)
-        definitions[kind.__name__] = {
-            "description": kind.__doc__,
-            "type": "object",
-            "properties": {name: schema_of(field, definitions) for name, field in fields.items()},
-            "required": [name for name, field in fields.items() if get_origin(field) is not NotRequired],
-        }
-    return {"$ref": f"#/$defs/{kind.__name__}"}
-
-
-def schema_of(kind: object, definitions: Schema) -> Schema:
-    """Return the schema of a type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is NotRequired:
-        return schema_of(arguments[0], definitions)
-    if origin is Annotated:
-        return {**schema_of(arguments[0], definitions), "description": arguments[1]}
-    if origin in (Union, UnionType):
-        return {"anyOf": [schema_of(each, definitions) for each in arguments]}
-    if origin is list:
-        return {"type": "array", "items": schema_of(arguments[0], definitions)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": schema_of(arguments[1], definitions)}
-    if isinstance(kind, type) and is_typeddict(kind):
-        return reference(kind, definitions)
-    return {"type": SIMPLE[kind]} if isinstance(kind, type) and kind in SIMPLE else {}  # object: anything
+    """Return the schema of what `--json` prints. The file is its source: tests hold every verb to it."""
+    return (files("piper.cli") / "schema.json").read_text(encoding="utf-8")
 
 
 VERSIONED = printing(lambda: f"piper {VERSION}\n")
@@ -235,10 +188,10 @@ SCHEMA_HELP = "Print the JSON schema of what --json prints."
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=VERSIONED, is_eager=True)
+        bool, option("Print the version.", "--version", callback=VERSIONED, is_eager=True)
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help=SCHEMA_HELP, callback=printing(schema_text), is_eager=True)
+        bool, option(SCHEMA_HELP, "--schema", callback=printing(schema_text), is_eager=True)
     ] = False,
 ) -> None:
     """Plan, check and run distributed training strategies for PyTorch."""

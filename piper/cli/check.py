@@ -1,29 +1,23 @@
 """`piper check`: a recipe compared with plain PyTorch on one device."""
 
 import math
-import sys
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Annotated, cast
+from typing import Annotated
 
-import typer
-
-from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
-from piper.cli.reports import CheckReport
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile, option
 from piper.workers.rank_zero import on_rank_zero
 
 
 @on_rank_zero
 def check(
     recipe: Recipe,
-    on: Annotated[
-        str, typer.Option(help="The launcher: inline (threads), local (processes), ...")
-    ] = "inline",
+    on: Annotated[str, option("The launcher: inline (threads), local (processes), ...")] = "inline",
     strategy: StrategyFile = None,
     device: Device = None,
     compiled: Compile = False,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
-    tol: Annotated[float, typer.Option(help="The largest relative difference that passes.")] = 1e-9,
+    steps: Annotated[int, option("How many steps to compare.", min=1)] = 2,
+    tol: Annotated[float, option("The largest relative difference that passes.")] = 1e-9,
 ) -> Answer:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.check.check import check as compare
@@ -47,7 +41,7 @@ def check(
     for name in ("max_loss_diff", "max_grad_diff", "max_param_diff"):
         fields[name] = fields[name] if math.isfinite(fields[name]) else None  # JSON has no number for it
     return Answer(
-        report=cast(CheckReport, fields),
-        show=lambda: sys.stdout.write("\n".join(lines) + "\n"),
+        report=fields,
+        show="\n".join(lines) + "\n",
         code=SUCCESS if report.ok else NO,
     )

@@ -1,16 +1,15 @@
 """`piper diff`: two strategies, or two saved plans, side by side."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from piper.cli.application import Answer, ClusterName, CostsFile
 from piper.cli.plan import moved
-from piper.cli.reports import ChangesReport, DiffReport, SeatReport, ShiftedReport, SideReport
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
 from piper.ir.format import percent, seconds, size, table_of
@@ -41,7 +40,7 @@ def diff(
             prices.check(model)
     timed = model_a is not None and model_b is not None
     clock = prices.costs if timed else Unit()
-    report: DiffReport = {
+    report = {
         "clock": prices.name if timed else UNITS,
         "a": side_report(a, plans_a, simulate(plans_a, model_a, clock)),
         "b": side_report(b, plans_b, simulate(plans_b, model_b, clock)),
@@ -68,7 +67,7 @@ def plans_and_model(name: str) -> tuple[Plans, CapturedModel | None]:
     return program.plans, program.outline
 
 
-def side_report(name: str, plans: Plans, simulation: Simulation) -> SideReport:
+def side_report(name: str, plans: Plans, simulation: Simulation) -> dict[str, Any]:
     """Return the numbers that sum up a step."""
     return {
         "name": name,
@@ -84,7 +83,7 @@ def side_report(name: str, plans: Plans, simulation: Simulation) -> SideReport:
     }
 
 
-def changes(first: Plans, second: Plans) -> ChangesReport:
+def changes(first: Plans, second: Plans) -> dict[str, Any]:
     """Compare plans node by node; nodes are named by what they are, so equal names mean equal work."""
     before, after = seats(first), seats(second)
     return {
@@ -99,7 +98,7 @@ def changes(first: Plans, second: Plans) -> ChangesReport:
     }
 
 
-def seats(plans: Plans) -> dict[str, SeatReport]:
+def seats(plans: Plans) -> dict[str, dict[str, str]]:
     """Return the devices and the stream of every node; for a transfer, its first stream."""
     devices: dict[str, set[int]] = {}
     streams: dict[str, str] = {}
@@ -114,7 +113,7 @@ def seats(plans: Plans) -> dict[str, SeatReport]:
     }
 
 
-def shifts(first: Plans, second: Plans) -> Iterator[ShiftedReport]:
+def shifts(first: Plans, second: Plans) -> Iterator[dict[str, object]]:
     """Yield the fewest nodes that must move to make one issue order the other, for a device per program."""
     there = {device: plan for plan in second for device in plan.devices}
     for plan in first:
@@ -150,10 +149,10 @@ def longest_run(places: Sequence[int]) -> set[int]:
     return kept
 
 
-def print_compared(report: DiffReport, console: Console) -> None:
+def print_compared(report: Mapping[str, Any], console: Console) -> None:
     """Print both side by side, then which nodes moved."""
     table = table_of("", "A", "B", "B / A", left=("",))
-    left, right = (cast("dict[str, float]", side) for side in (report["a"], report["b"]))
+    left, right = report["a"], report["b"]
     time = units if report["clock"] == UNITS else seconds
     for label, key, shown in LINES:
         write = shown or time

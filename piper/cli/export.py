@@ -1,13 +1,11 @@
 """`piper export` and `piper import`: checkpoints of a run to and from other programs."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from piper.cli.application import Answer, Recipe, RunFolder
-from piper.cli.reports import ExportReport
+from piper.cli.application import Answer, Recipe, RunFolder, option
 from piper.errors import ConfigError, deprecated
 
 FORMS = ("hf", "peft", "dcp", "torchtitan", "safetensors", "torch")
@@ -21,25 +19,23 @@ def export(
     folder: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="DIR")],
     form: Annotated[
         str | None,
-        typer.Option(
-            "--format",
-            help="hf or huggingface: a model for from_pretrained. peft: only the adapter. "
+        option(
+            "hf or huggingface: a model for from_pretrained. peft: only the adapter. "
             "With the optimizer's state: dcp: a folder for dcp.load. torchtitan: one with its names. "
             "safetensors. torch: a file. "
             "Else hf for a model of transformers, and safetensors for any other.",
+            "--format",
             metavar="|".join(FORMS),
         ),
     ] = None,
-    to: Annotated[str | None, typer.Option("--to", help="The old name of --format.", hidden=True)] = None,
+    to: Annotated[str | None, option("The old name of --format.", "--to", hidden=True)] = None,
     recipe: Annotated[
         str | None,
         # Named: some versions of typer name an option by a metavar that is its name in capitals.
-        typer.Option(
-            "--recipe", help="The recipe that builds the model; else the run's own.", metavar="RECIPE"
-        ),
+        option("The recipe that builds the model; else the run's own.", "--recipe", metavar="RECIPE"),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="The type to write; else as trained.", metavar="fp32|bf16|fp64")
+        str | None, option("The type to write; else as trained.", metavar="fp32|bf16|fp64")
     ] = None,
 ) -> Answer:
     """Write a checkpoint of a run as a folder that other programs read."""
@@ -77,7 +73,7 @@ def export(
     else:
         kind = export_state(job, values, folder, form=form, dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
-    report: ExportReport = {
+    report = {
         "folder": str(folder),
         "format": form,
         "model": kind,
@@ -87,7 +83,7 @@ def export(
     }
     steps = count(values.record.step, "step")
     text = f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
-    return Answer(report=report, show=lambda: sys.stdout.write(text))
+    return Answer(report=report, show=text)
 
 
 def import_weights(
@@ -108,5 +104,5 @@ def import_weights(
     text = f"Imported {weights}: {what}\n  run      {made.folder}\n  train    {train}\n"
     return Answer(
         report={"run": str(made.folder), "step": made.step, "optimizer": made.optimizer, "train": train},
-        show=lambda: sys.stdout.write(text),
+        show=text,
     )

@@ -4,12 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from piper.checkpoint.moves import peak_while_moving
-from piper.cli.application import Answer, Compile, Recipe, StrategyFile
-from piper.cli.reports import PlanReport
+from piper.cli.application import Answer, Compile, Recipe, StrategyFile, option
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import count, size, table_of
@@ -31,13 +29,9 @@ MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
 
 def plan(
     recipe: Recipe,
-    device: Annotated[int | None, typer.Option(help="Print this device's instructions.")] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Say what the compiler decided against, and why.")
-    ] = False,
-    text: Annotated[
-        Path | None, typer.Option(help="Write the plans in their text form to this file.")
-    ] = None,
+    device: Annotated[int | None, option("Print this device's instructions.")] = None,
+    why: Annotated[bool, option("Say what the compiler decided against, and why.", "--why")] = False,
+    text: Annotated[Path | None, option("Write the plans in their text form to this file.")] = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
 ) -> Answer:
@@ -64,13 +58,13 @@ def host_moved(plan: Plan) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
 
 
-def plan_report(program: "Program") -> PlanReport:
+def plan_report(program: "Program") -> dict[str, object]:
     """Return what `--json` prints."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     each = [rows[device] for device in sorted(rows)]
     survives, held = survival(program.plans), [*map(host_peak, each)]
-    report: PlanReport = {
+    report: dict[str, object] = {
         "devices": sorted(rows),
         "nodes": len(program.work.sequence),
         "instructions": [len(plan.instrs) for plan in each],

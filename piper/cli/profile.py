@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -10,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from piper.cli.application import Answer
-from piper.cli.reports import ProfileReport, RowReport
+from piper.cli.application import Answer, option
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
+from piper.ir.json_fields import to_json
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.recipe import file_and_function
@@ -34,29 +35,25 @@ def profile(
         str | None,
         typer.Argument(help="A run's folder, or a recipe to run and profile.", metavar="DIR|RECIPE"),
     ] = None,
-    on: Annotated[str, typer.Option(help="Where a recipe runs: inline, local or ray.")] = "local",
-    steps: Annotated[int, typer.Option(help="Steps of a recipe to record.", min=1)] = STEPS,
+    on: Annotated[str, option("Where a recipe runs: inline, local or ray.")] = "local",
+    steps: Annotated[int, option("Steps of a recipe to record.", min=1)] = STEPS,
     calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Write costs for `piper simulate --costs` to this file.", metavar="FILE"),
+        Path | None, option("Write costs for `piper simulate --costs` to this file.", metavar="FILE")
     ] = None,
     also: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="For --calibrate: another run of the model, with microbatches of another size.",
-            metavar="DIR",
+        option(
+            "For --calibrate: another run of the model, with microbatches of another size.", metavar="DIR"
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            help="For --calibrate: what communication costs that the profile does not have.",
-            metavar="NAME|FILE",
+        option(
+            "For --calibrate: what communication costs that the profile does not have.", metavar="NAME|FILE"
         ),
     ] = None,
     cluster_out: Annotated[
-        Path | None,
-        typer.Option(help="Measure this machine, for `piper simulate --cluster`.", metavar="FILE"),
+        Path | None, option("Measure this machine, for `piper simulate --cluster`.", metavar="FILE")
     ] = None,
 ) -> Answer:
     """Show what the steps of a run were made of: by op, and by piece of the model."""
@@ -73,7 +70,7 @@ def profile(
         write_cluster(measure(), cluster_out)
         console.print(f"Cluster in {cluster_out}: piper simulate RECIPE --cluster {cluster_out}")
     if target is None:
-        return Answer(report={"cluster": str(cluster_out)}, show=lambda: None)
+        return Answer(report={"cluster": str(cluster_out)}, show="")
     recorded = profile_at(target, on, steps, console)
     if calibrate is not None:
         cores = (os.cpu_count() or 1) if recorded.accelerator == "cpu" else 0
@@ -96,7 +93,21 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
     return read_profile(train_recipe(asked, console).folder)
 
 
-def rows_of(profile: Profile, *, by_node: bool) -> list[RowReport]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Instructions of one op, or of one node: of one device in one step, on average."""
+
+    node: str
+    op: str
+    calls: float
+    total_s: float
+    median_s: float  # of one call
+    waited_s: float
+    cpu_s: float
+    nbytes: float = field(metadata={"key": "bytes"})
+
+
+def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
     """Return the instructions by op or by node, largest first: of one device in one step, on average."""
     groups: dict[tuple[str, str], list[tuple[float, float, float, int]]] = {}
     for step in range(profile.count):
@@ -108,22 +119,22 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[RowReport]:
                 call = span.end - span.start, span.waited, times[2], ins.nbytes
                 groups.setdefault((ins.op, name), []).append(call)
     scale = profile.count * len(profile.tracks)
-    rows: list[RowReport] = []
+    rows: list[Row] = []
     for (op, name), calls in groups.items():
         took, waited, cpu, nbytes = zip(*calls, strict=True)
         rows.append(
-            {
-                "node": name,
-                "op": op,
-                "calls": len(calls) / scale,
-                "total_s": sum(took) / scale,
-                "median_s": median(took),
-                "waited_s": sum(waited) / scale,
-                "cpu_s": sum(cpu) / scale,
-                "bytes": sum(nbytes) / scale,
-            }
+            Row(
+                node=name,
+                op=op,
+                calls=len(calls) / scale,
+                total_s=sum(took) / scale,
+                median_s=median(took),
+                waited_s=sum(waited) / scale,
+                cpu_s=sum(cpu) / scale,
+                nbytes=sum(nbytes) / scale,
+            )
         )
-    return sorted(rows, key=lambda row: (-row["total_s"], row["node"]))
+    return sorted(rows, key=lambda row: (-row.total_s, row.node))
 
 
 def node_name(ins: Instr, axes: Iterable[str]) -> str:
@@ -134,7 +145,7 @@ def node_name(ins: Instr, axes: Iterable[str]) -> str:
     return node
 
 
-def profile_report(profile: Profile) -> ProfileReport:
+def profile_report(profile: Profile) -> dict[str, object]:
     """Return what `--json` prints."""
     return {
         "recipe": profile.recipe,
@@ -144,8 +155,8 @@ def profile_report(profile: Profile) -> ProfileReport:
         "first_step": profile.first,
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
-        "ops": rows_of(profile, by_node=False),
-        "nodes": rows_of(profile, by_node=True),
+        "ops": to_json(rows_of(profile, by_node=False)),
+        "nodes": to_json(rows_of(profile, by_node=True)),
     }
 
 
@@ -169,22 +180,22 @@ def print_profile(profile: Profile, console: Console) -> None:
         console.print(f"... and {len(rows) - MOST_NODES} more: --json has all")
 
 
-def print_rows(rows: Sequence[RowReport], heading: str, step: float, console: Console) -> None:
+def print_rows(rows: Sequence[Row], heading: str, step: float, console: Console) -> None:
     """Print groups of instructions: for each, what one device spends on it in a step, on average."""
     columns = COLUMNS if heading == "op" else COLUMNS[:SHORT]
     table = table_of(heading, *columns, left=(heading,))
     for row in rows:
-        total, talks = row["total_s"], row["op"] in COMMUNICATION
-        sent = row["bytes"] if talks else 0.0
+        total, talks = row.total_s, row.op in COMMUNICATION
+        sent = row.nbytes if talks else 0.0
         cells = [
-            f"{row['calls']:.3g}",
+            f"{row.calls:.3g}",
             seconds(total),
             percent(total, step),
-            seconds(row["median_s"]),
-            seconds(row["waited_s"]) if talks else "",
-            seconds(row["cpu_s"]),
+            seconds(row.median_s),
+            seconds(row.waited_s) if talks else "",
+            seconds(row.cpu_s),
             size(sent) if sent else "",
             f"{size(sent / total)}/s" if sent and total else "",
         ]
-        table.add_row(row["node"], *cells[: len(columns)])
+        table.add_row(row.node, *cells[: len(columns)])
     console.print(table)

@@ -1,12 +1,11 @@
 """`piper schedule`: a pipeline schedule as a grid, as CSV or as a picture."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from piper.cli.application import Answer
+from piper.cli.application import Answer, option
 from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.schedules.grid import SYNTHESISED, Grid, grid_for, group_text, known
@@ -20,25 +19,22 @@ from piper.view.svg import grid as draw_grid
 
 def schedule(
     name: Annotated[str, typer.Argument(help=", ".join(known()), metavar="NAME")],
-    ranks: Annotated[int, typer.Option(help="Devices in the pipeline.")],
-    microbatches: Annotated[int, typer.Option(help="Parts of the batch.")],
+    ranks: Annotated[int, option("Devices in the pipeline.")],
+    microbatches: Annotated[int, option("Parts of the batch.")],
     stages_per_rank: Annotated[
-        int | None, typer.Option(help="Stages on each rank, where the schedule lets you choose.")
+        int | None, option("Stages on each rank, where the schedule lets you choose.")
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(help="synthesised: the share of 1F1B's activations that a rank may hold; else 1."),
+        float | None, option("synthesised: the share of 1F1B's activations that a rank may hold; else 1.")
     ] = None,
     costs: Annotated[
-        str | None, typer.Option(help="synthesised: the times of F, I and W; else 1,1,1.", metavar="F,I,W")
+        str | None, option("synthesised: the times of F, I and W; else 1,1,1.", metavar="F,I,W")
     ] = None,
     last: Annotated[
-        float | None, typer.Option(help="synthesised: how many times slower the last stage is; else 1.")
+        float | None, option("synthesised: how many times slower the last stage is; else 1.")
     ] = None,
-    csv: Annotated[
-        bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
-    ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write it as an SVG picture instead.")] = None,
+    csv: Annotated[bool, option("Print torch.distributed.pipelining's compute-only CSV.", "--csv")] = False,
+    svg: Annotated[Path | None, option("Write it as an SVG picture instead.")] = None,
 ) -> Answer:
     """Show a pipeline schedule as a grid, as CSV that torch reads, or as a picture.
 
@@ -77,7 +73,7 @@ def schedule(
             "summary": below or None,
             "svg": None if svg is None else str(svg),
         },
-        show=lambda: None if svg is not None else sys.stdout.write(text),
+        show="" if svg is not None else text,
     )
 
 

@@ -1,26 +1,22 @@
 """`piper selftest`: tries a machine before it is trusted."""
 
-import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
-import typer
-
-from piper.cli.application import NO, SUCCESS, Answer, Compile, Device
-from piper.cli.reports import SelftestReport
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, option
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output
 
 
 def selftest(
     devices: Annotated[
-        int | None, typer.Option(min=2, help="How many ranks; else one on each GPU, or 4.", metavar="N")
+        int | None, option("How many ranks; else one on each GPU, or 4.", min=2, metavar="N")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page as Markdown too.", metavar="FILE")] = None,
+    out: Annotated[Path | None, option("Write the page as Markdown too.", metavar="FILE")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Only this part, or several: versions, links, collectives, compositions, kill, torch.",
+        option(
+            "Only this part, or several: versions, links, collectives, compositions, kill, torch.",
             metavar="PART",
         ),
     ] = None,
@@ -41,7 +37,7 @@ def selftest(
     if out is not None:
         write_output(out, page.markdown(), MARK)
     return Answer(
-        report=cast(SelftestReport, page.report()),
-        show=lambda: sys.stdout.write(page.markdown()),
+        report=page.report(),
+        show=page.markdown(),
         code=SUCCESS if page.ok else NO,
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from piper.cli.application import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
-from piper.cli.reports import LengthStepReport, MoveReport, SimulateReport
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
 from piper.ir.format import percent, seconds, size, table_of
@@ -25,13 +24,13 @@ from piper.simulate.simulate import simulate as simulate_step
 
 if TYPE_CHECKING:
     from piper.compiler import Program
+    from piper.tuning.lengths import SimulatedMove
 
 MOST_PROGRAMS = 16  # shown in a table
 MOST_LIVE = 5  # tensors shown of those that are live at the peak
 MOST_STRETCHES = 12  # of the critical path
 NOTHING = 1e-4  # of a step: what is less is not worth a line
 COLUMNS = ("devices", "busy", "bubble", "", "exposed", "contention", "peak")
-Lengths = tuple[list[LengthStepReport], list[MoveReport], float | None]  # steps, moves, usable bytes
 REASONS = {
     "first": "begins the step",
     "stream": "its stream was busy until then",
@@ -86,6 +85,19 @@ def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthStep:
+    """A simulated step on batches of one length."""
+
+    length: int
+    limit: int | None  # of the strategy that it has
+    step_s: float
+    peak_bytes: float  # of the fullest device
+
+
+Lengths = tuple[list[LengthStep], "list[SimulatedMove]", float | None]  # steps, moves, usable bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """A simulated step with its plans and the costs that it was simulated with."""
 
@@ -108,7 +120,7 @@ class SimulatedStep:
         return [host_peak(plan) for plan in self.plans]
 
 
-def simulation_report(simulated: SimulatedStep) -> SimulateReport:
+def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
     """Return what `--json` prints."""
     simulation = simulated.simulation
     program = {device: n for n, plan in enumerate(simulated.plans) for device in plan.devices}
@@ -116,7 +128,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     rows = [program[device] for device in devices]
     accounts, memories = simulation.accounts, simulation.memories
     usable, survives = simulated.prices.usable(simulated.plans), survival(simulated.plans)
-    report: SimulateReport = {
+    report: dict[str, object] = {
         "on": simulated.prices.name,
         "step_s": simulation.step,
         "bubble": simulation.bubble,
@@ -155,7 +167,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     if survives is not None:
         report["host_bytes"] = [*survives.host_bytes]
     if simulated.lengths is not None:
-        report["lengths"], report["moves"], _ = simulated.lengths
+        report["lengths"], report["moves"], _ = to_json(simulated.lengths)
     return report
 
 
@@ -310,38 +322,35 @@ def lengths_of(program: "Program", prices: Prices) -> Lengths | None:
     if limit_of(program.job) is None:
         return None
     programs = programs_by_length(program)
-    steps: list[LengthStepReport] = []
+    steps: list[LengthStep] = []
     for length, one in programs.items():
         simulation = simulate_step(one.plans, one.outline, prices.costs)
         peak = max(memory.peak for memory in simulation.memories)
         limit = limit_of(one.job)
-        steps.append({"length": length, "limit": limit, "step_s": simulation.step, "peak_bytes": peak})
-    moves: list[MoveReport] = [to_json(move) for move in simulated_moves(programs, prices.costs)]
+        steps.append(LengthStep(length=length, limit=limit, step_s=simulation.step, peak_bytes=peak))
     usable = [each for one in programs.values() for each in prices.usable(one.plans) if each is not None]
-    return steps, moves, min(usable, default=None)
+    return steps, simulated_moves(programs, prices.costs), min(usable, default=None)
 
 
 def print_lengths(
-    steps: list[LengthStepReport], moves: list[MoveReport], usable: float | None, console: Console
+    steps: list[LengthStep], moves: list["SimulatedMove"], usable: float | None, console: Console
 ) -> None:
     """Print the step of each length, the moves between them, and which of these do not fit."""
     console.print()
     console.print("Strategies by length", style="bold")
     table = table_of("length", "strategy up to", "step", "peak")
     for one in steps:
-        table.add_row(str(one["length"]), str(one["limit"]), seconds(one["step_s"]), size(one["peak_bytes"]))
+        table.add_row(str(one.length), str(one.limit), seconds(one.step_s), size(one.peak_bytes))
     console.print(table)
     if moves:
         console.print()
         console.print("Moves of the state before a step in another layout", style="bold")
         table = table_of("from", "to", "sent", "time", "peak")
         for move in moves:
-            amounts = size(move["bytes"]), seconds(move["seconds"]), size(move["peak_bytes"])
-            table.add_row(str(move["before"]), str(move["after"]), *amounts)
+            amounts = size(move.nbytes), seconds(move.seconds), size(move.peak)
+            table.add_row(str(move.before), str(move.after), *amounts)
         console.print(table)
     for one in steps:
-        print_fit(f"batches of length {one['length']}", one["peak_bytes"], usable, console)
+        print_fit(f"batches of length {one.length}", one.peak_bytes, usable, console)
     for move in moves:
-        print_fit(
-            f"a move from length {move['before']} to {move['after']}", move["peak_bytes"], usable, console
-        )
+        print_fit(f"a move from length {move.before} to {move.after}", move.peak, usable, console)

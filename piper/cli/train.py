@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import typer
 from rich.console import Console
 
 from piper.cli.application import (
@@ -17,8 +16,8 @@ from piper.cli.application import (
     Recipe,
     RunFolder,
     StrategyFile,
+    option,
 )
-from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.view.provenance import METRICS
 from piper.workers.rank_zero import on_rank_zero
@@ -32,46 +31,37 @@ if TYPE_CHECKING:
 def train(
     recipe: Recipe,
     on: Annotated[
-        str,
-        typer.Option(
-            help="The launcher: inline (threads), local (processes), ... or rank:N, device N alone."
-        ),
+        str, option("The launcher: inline (threads), local (processes), ... or rank:N, device N alone.")
     ] = "local",
     strategy: StrategyFile = None,
     device: Device = None,
     compile: Compile = False,
     cluster: Annotated[
-        str | None,
-        typer.Option(help="The network whose times rank:N keeps: a name or a file.", metavar="NAME|FILE"),
+        str | None, option("The network whose times rank:N keeps: a name or a file.", metavar="NAME|FILE")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps; else as the recipe says.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")
-    ] = False,
+    steps: Annotated[int | None, option("How many steps; else as the recipe says.")] = None,
+    resume: Annotated[bool, option("Go on from the newest checkpoint of the run.", "--resume")] = False,
     out: RunFolder = None,
     detect_nan: Annotated[
-        bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
+        bool, option("Keep every result, to name the first that is no number.", "--detect-nan")
     ] = False,
-    profile: Annotated[int, typer.Option(help="Time every instruction of this many steps.", metavar="K")] = 0,
+    profile: Annotated[int, option("Time every instruction of this many steps.", metavar="K")] = 0,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
+        bool, option("On CUDA, issue each step as one graph, after the first few.", "--graphs")
     ] = False,
     share: Annotated[
-        str, typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL.")
+        str, option("Devices that share a GPU exchange values through the host, or by NCCL.")
     ] = "host",
     grace: Annotated[
-        float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
+        float, option("Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
     ] = GRACE,
     retries: Annotated[
-        int, typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them.")
+        int, option("Failures in a row from which the run recovers; 100 good steps refill them.")
     ] = 3,
     stall: Annotated[
-        float | None,
-        typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
+        float | None, option("Seconds without progress that are a failure; else by the steps.", metavar="S")
     ] = None,
-    spares: Annotated[
-        int, typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N")
-    ] = 0,
+    spares: Annotated[int, option("On Ray, under torchrun: workers more than devices.", metavar="N")] = 0,
 ) -> Answer:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     options = locals()  # each is a field of the record
@@ -82,7 +72,7 @@ def train(
         from piper.train.train_command import train_alone
 
         rank = train_alone(asked)
-        return Answer(report=cast(RankReport, rank.report()), show=lambda: sys.stdout.write(str(rank)))
+        return Answer(report=rank.report(), show=str(rank))
     return train_and_report(asked)
 
 
@@ -107,12 +97,10 @@ def train_and_report(asked: "TrainOptions") -> Answer:
             show=lambda: sys.stderr.write(stopping(outcome, again) + "\n"),
             code=PREEMPTED if outcome.preempted else INTERRUPTED,
         )
-    return Answer(
-        report=train_report(outcome), show=lambda: sys.stdout.write(ending(outcome, called_as()) + "\n")
-    )
+    return Answer(report=train_report(outcome), show=ending(outcome, called_as()) + "\n")
 
 
-def train_report(outcome: "Outcome") -> TrainReport:
+def train_report(outcome: "Outcome") -> dict[str, object]:
     """Return how a run ended, for scripts."""
     first, last = outcome.first, outcome.last
     stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None

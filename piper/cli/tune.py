@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from piper.cli.application import Answer, Compile, CostsFile, Recipe
-from piper.cli.reports import CandidateReport, TuneLengthsReport, TuneReport
+from piper.cli.application import Answer, Compile, CostsFile, Recipe, option
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, file_errors
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -33,39 +31,34 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", re.IGNORECASE)
 def tune(
     recipe: Recipe,
     cluster: Annotated[
-        str,
-        typer.Option(help="The machines: a100, h100, h200, b200, cpu, or a TOML file.", metavar="NAME|FILE"),
+        str, option("The machines: a100, h100, h200, b200, cpu, or a TOML file.", metavar="NAME|FILE")
     ],
-    devices: Annotated[int, typer.Option(help="How many devices there are.", metavar="N")],
+    devices: Annotated[int, option("How many devices there are.", metavar="N")],
     memory: Annotated[
-        str | None,
-        typer.Option(help="What a device may hold, such as 74GiB; else all it has.", metavar="BYTES"),
+        str | None, option("What a device may hold, such as 74GiB; else all it has.", metavar="BYTES")
     ] = None,
     costs: CostsFile = None,
     trials: Annotated[
         int,
-        typer.Option(
-            help="How many candidates to compile at most in the search; its last steps compile a few more.",
+        option(
+            "How many candidates to compile at most in the search; its last steps compile a few more.",
             metavar="N",
         ),
     ] = 80,
     start: Annotated[
         Path | None,
-        typer.Option(help="A JSON strategy that you have: none is chosen that takes longer.", metavar="FILE"),
+        option("A JSON strategy that you have: none is chosen that takes longer.", metavar="FILE"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the best strategy as JSON.", metavar="FILE")] = None,
-    python: Annotated[
-        Path | None, typer.Option(help="Write the best strategy as Python.", metavar="FILE")
-    ] = None,
+    out: Annotated[Path | None, option("Write the best strategy as JSON.", metavar="FILE")] = None,
+    python: Annotated[Path | None, option("Write the best strategy as Python.", metavar="FILE")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that evaluate candidates; else one a core.", metavar="N")
+        int | None, option("Processes that evaluate candidates; else one a core.", metavar="N")
     ] = None,
     measure: Annotated[
-        int | None,
-        typer.Option(help="Run the best K on this machine too, and choose the fastest.", metavar="K"),
+        int | None, option("Run the best K on this machine too, and choose the fastest.", metavar="K")
     ] = None,
     lengths: Annotated[
-        bool, typer.Option("--lengths", help="Find a strategy for each length of the recipe's batches.")
+        bool, option("Find a strategy for each length of the recipe's batches.", "--lengths")
     ] = False,
     compiled: Compile = False,
 ) -> Answer:
@@ -189,7 +182,7 @@ def print_lengths(tuned: "TunedLengths", console: Console, recipe: str, out: Pat
         console.print("--out FILE writes the strategies, for piper check and train --strategy FILE")
 
 
-def candidate_report(tuned: "Tuned", one: "Evaluation") -> CandidateReport:
+def candidate_report(tuned: "Tuned", one: "Evaluation") -> dict[str, object]:
     """Return a candidate that was compiled."""
     return {
         "label": one.choice.label,
@@ -201,7 +194,7 @@ def candidate_report(tuned: "Tuned", one: "Evaluation") -> CandidateReport:
     }
 
 
-def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
+def lengths_report(tuned: "TunedLengths") -> dict[str, object]:
     """Return the outcome of a search by length as one object."""
     return {
         "step_s": tuned.step,
@@ -277,7 +270,7 @@ def print_discarded(tuned: "Tuned", console: Console) -> None:
     console.print(f"  such as {closest.choice.label}: {tuned.reason_discarded(closest)}")
 
 
-def tuned_report(tuned: "Tuned") -> TuneReport:
+def tuned_report(tuned: "Tuned") -> dict[str, object]:
     """Return the outcome as one object."""
     return {
         "best": {**candidate_report(tuned, tuned.best), "strategy": json.loads(tuned.json)},

@@ -1,12 +1,11 @@
 """`piper view`: a strategy as a page, a picture or a trace."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from piper.cli.application import Answer, Compile, CostsFile, StrategyFile
+from piper.cli.application import Answer, Compile, CostsFile, StrategyFile, option
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans
@@ -28,10 +27,10 @@ REPORT = Path("report.html")
 
 def view(
     target: Target,
-    out: Annotated[Path | None, typer.Option(help="Write the page here; else report.html.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the pipeline grid as SVG.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace that Perfetto and Chrome open.")] = None,
-    cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
+    out: Annotated[Path | None, option("Write the page here; else report.html.")] = None,
+    svg: Annotated[Path | None, option("Write the pipeline grid as SVG.")] = None,
+    trace: Annotated[Path | None, option("Write a trace that Perfetto and Chrome open.")] = None,
+    cluster: Annotated[str | None, option(MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
@@ -52,7 +51,7 @@ def view(
     files = {"page": written, "svg": svg, "trace": trace}
     return Answer(
         report={"title": subject.title, "files": {kind: str(file) for kind, file in files.items() if file}},
-        show=lambda: sys.stdout.write(f"{written}: open it in a browser\n" if written else ""),
+        show=f"{written}: open it in a browser\n" if written else "",
     )
 
 

@@ -23,14 +23,32 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.build_model import build_fake
-from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
+from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder
 from piper.checkpoint.folder import step_path
-from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, write_export
+from piper.checkpoint.huggingface import (
+    Lazy,
+    export_hf,
+    import_hf,
+    is_adapted,
+    quiet,
+    read_tensor,
+    unreadable,
+    write_export,
+)
 from piper.checkpoint.json_state import TensorAt, decode, encode
 from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, check_model
-from piper.checkpoint.plain_export import FORMATS, OPTIMIZER, SETTINGS, TORCH, PlainExport
-from piper.checkpoint.plain_state import Options, PlainState, find_state, flattened
+from piper.checkpoint.plain_state import (
+    FORMATS,
+    OPTIMIZER,
+    SETTINGS,
+    TORCH,
+    Options,
+    PlainExport,
+    PlainState,
+    find_state,
+    flattened,
+)
 from piper.checkpoint.save import trainer_with
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
@@ -129,15 +147,6 @@ def safetensors_source(folder: Path) -> Source:
     readers |= {f"optimizer.{name}": partial(read_tensor, file, name) for name in names}
     plain |= {f"optimizer.{name}": value for name, value in numbers.items()}
     return Lazy(readers | {name: partial(plain.__getitem__, name) for name in plain}), set(readers)
-
-
-def read_tensor(file: Path, name: str) -> Tensor:
-    """Read one tensor of a safetensors file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return cast(Tensor, opened.get_tensor(name))
-    except (OSError, SafetensorError) as error:
-        raise unreadable(file, f"{name}: {error}") from error
 
 
 def state_in(

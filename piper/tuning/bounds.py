@@ -212,7 +212,8 @@ def rank_memory(
     numbers, ranges = choice.placement.stages_of(rank), choice.stages
     mine = tuple(ranges[number] for number in numbers)
     stages = {number: layers.stage(ranges[number]) for number in numbers}
-    key = (id(grid), rank, mine, min(2, choice.microbatches))
+    # By stages, not by rank: those of a rank of another mesh may have the same layers under other numbers.
+    key = (id(grid), *numbers, mine, min(2, choice.microbatches))
     if key not in layers.walks:
         # Without an order: one microbatch after another holds the least, and a third holds no more than two.
         row = one_by_one(numbers, min(2, choice.microbatches)) if grid is None else grid.rows[rank]

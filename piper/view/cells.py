@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
 from piper.ir.chunk import CapturedModel, Phase, Tags
 from piper.ir.devices import in_words, show
@@ -125,24 +125,27 @@ class PlanCells:
         self.sent: dict[str, frozenset[int | str]] = {}  # by transfer: whose value it moves
 
     def row(self, plan: Plan) -> list[int]:
-        """Collect a program's cells, and return their order."""
+        """Collect a program's cells, and return their order: as issued, but a recompute before its backwards.
+
+        Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
+        """
         by_label: dict[str, int] = {}
-        row: list[int] = []
-        backwards = Counter[tuple[int | None, tuple[int, ...]]]()  # by stage and microbatch
+        turns: dict[int, tuple[int, int, int]] = {}  # by cell: what orders it in the row
+        backwards: dict[tuple[int | None, tuple[int, ...]], int] = {}  # by stage and microbatch, the first
         written: dict[SlotId, frozenset[int | str]] = {}  # by slot: whose value it is
         for place, ins in enumerate(plan.instrs):
             read: frozenset[int | str] = frozenset().union(*(written.get(slot, ()) for slot in ins.reads))
             if ins.op == "compute":
                 cell = cell_of(ins.computes, self.tags)
-                if cell.label not in by_label:
-                    by_label[cell.label] = len(self.cells)
-                    turn = self.turn_of(cell, row, backwards[cell.stage, cell.part])
-                    row.insert(turn, len(self.cells))
-                    backwards[cell.stage, cell.part] += cell.phase != "F"
+                number = by_label.setdefault(cell.label, len(self.cells))
+                if number == len(self.cells):
+                    after = backwards.get((cell.stage, cell.part)) if cell.again else None
+                    turns[number] = (place, 1, 0) if after is None else (turns[after][0], 0, place)
+                    if cell.phase != "F":
+                        backwards.setdefault((cell.stage, cell.part), number)
                     self.cells.append(cell)
                     self.places.append([])
                     self.needs.append(set())
-                number = by_label[cell.label]
                 self.places[number].append(place)
                 self.needs[number] |= read - {number}
                 written |= dict.fromkeys(ins.writes, frozenset((number,)))
@@ -152,35 +155,7 @@ class PlanCells:
                 written[ins.writes[0]] = frozenset((ins.node,))
             elif OPS[ins.op].hands_on and read:
                 written |= dict.fromkeys(ins.writes, read)
-        return row
-
-    def turn_of(self, cell: Cell, row: list[int], backwards: int) -> int:
-        """Return where to insert a cell in a row: at the end, but a recompute before its backwards.
-
-        Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
-        backwards: how many of that stage and microbatch are.
-        """
-        turn, left = len(row), backwards if cell.again else 0
-        while left:  # they are near the end, so the row is not walked for each recompute
-            turn -= 1
-            other = self.cells[row[turn]]
-            left -= other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part)
-        return turn
-
-    def linked(self, rows: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-        """Return for how many cells each one waits, and which wait for it."""
-        previous = {later: earlier for row in rows for earlier, later in pairwise(row)}
-        waits: list[int] = []
-        followers: list[list[int]] = [[] for _ in self.cells]
-        for i, before in enumerate(self.needs):
-            moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
-            needs = {source for source in (*before, *chain(*moved)) if isinstance(source, int)} - {i}
-            if i in previous:
-                needs.add(previous[i])
-            waits.append(len(needs))
-            for j in needs:
-                followers[j].append(i)
-        return waits, followers
+        return sorted(turns, key=turns.__getitem__)
 
     def timed(self, rows: list[list[int]]) -> Rows:
         """Return the cells of rows, each after its predecessor in the row and after the cells it needs.
@@ -188,26 +163,25 @@ class PlanCells:
         Cells need each other where a stage runs before and after another one: the first of them waits for its
         row alone.
         """
-        waits, followers = self.linked(rows)
-        starts: list[float] = [0] * len(self.cells)
-        done: set[int] = set()
-        ready, left = [i for i, count in enumerate(waits) if not count], [*map(deque, rows)]
-        while len(done) < len(self.cells):
-            for i in ready:  # the loop appends to it
-                done.add(i)
-                for j in followers[i]:
-                    if j not in done:
-                        starts[j] = max(starts[j], starts[i] + self.cells[i].cost)
-                        waits[j] -= 1
-                        if not waits[j]:
-                            ready.append(j)
-            for row in left:
-                while row and row[0] in done:
-                    row.popleft()
-            ready = [min(row[0] for row in left if row)] if any(left) else []
+        needs: list[set[int]] = []
+        for number, before in enumerate(self.needs):
+            moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
+            needs.append({s for s in (*before, *chain(*moved)) if isinstance(s, int)} - {number})
+        starts, ends = dict[int, float](), dict[int, float]()  # of the cells that have run
+        free: list[float] = [0] * len(rows)
+        left = [*map(deque, rows)]
+        while any(left):
+            done = len(ends)
+            for place, row in enumerate(left):
+                while row and needs[row[0]] <= ends.keys():
+                    cell = row.popleft()
+                    starts[cell] = max([free[place], *(ends[other] for other in needs[cell])])
+                    free[place] = ends[cell] = starts[cell] + self.cells[cell].cost
+            if len(ends) == done:
+                needs[min(row[0] for row in left if row)] &= ends.keys()
         timed = [
-            replace(cell, start=start, places=tuple(places))
-            for cell, start, places in zip(self.cells, starts, self.places, strict=True)
+            replace(cell, start=starts[number], places=tuple(self.places[number]))
+            for number, cell in enumerate(self.cells)
         ]
         return tuple(tuple(timed[i] for i in row) for row in rows)
 

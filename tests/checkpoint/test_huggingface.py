@@ -114,10 +114,9 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         import_hf(tmp_path)
     shown = str(error.value).replace(str(tmp_path), "TMP")
     assert shown == cleandoc("""
-        import_hf: there are no safetensors weights to read here
-          path: TMP
+        TMP: this checkpoint cannot be read
           why:  FileNotFoundError: No such file or directory: TMP/model.safetensors
-          hint: give a folder with model.safetensors or model.safetensors.index.json; files of other formats are not read
+          hint: give a whole one: a DCP folder, a folder with model.safetensors or model.safetensors.index.json, or a file of torch.save that holds tensors, numbers, text and containers only
     """)
 
 
@@ -126,10 +125,9 @@ def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         import_hf(tmp_path)
     assert str(error.value).replace(str(tmp_path), "TMP") == cleandoc("""
-        import_hf: there are no safetensors weights to read here
-          path: TMP
+        TMP: this checkpoint cannot be read
           why:  model.safetensors.index.json names '../w.safetensors', which is not a file of the folder
-          hint: give a folder with model.safetensors or model.safetensors.index.json; files of other formats are not read
+          hint: give a whole one: a DCP folder, a folder with model.safetensors or model.safetensors.index.json, or a file of torch.save that holds tensors, numbers, text and containers only
     """)
 
 

@@ -254,7 +254,7 @@ REFUSED = {
     "import net.py:job net.py": """
         error: net.py: this checkpoint cannot be read
           why:  …
-          hint: give a whole one: a DCP folder, a folder of safetensors files, or a file of torch.save that holds tensors, numbers, text and containers only
+          hint: give a whole one: a DCP folder, a folder with model.safetensors or model.safetensors.index.json, or a file of torch.save that holds tensors, numbers, text and containers only
     """,
     "import net.py:job fsdp2 --out dcp": """
         error: dcp: this folder holds files that are not a run's

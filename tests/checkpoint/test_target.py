@@ -71,8 +71,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PLACES: dict[str, tuple[Place, str]] = {
-    "empty": (lambda _: "", "the name is empty"),
-    "spaces": (lambda _: "  ", "the name is empty"),
+    "empty": (lambda _: "", "it is not a path"),
+    "spaces": (lambda _: "  ", "it is not a path"),
     "dot": (lambda _: ".", "it is the current folder"),
     "empty path": (lambda _: Path(), "it is the current folder"),
     "here by name": (lambda here: here, "it is the current folder"),
@@ -82,7 +82,7 @@ PLACES: dict[str, tuple[Place, str]] = {
     "grandparent": (lambda here: here.parents[1], "the current folder lies in it"),
     "root": (lambda _: "/", "the current folder lies in it"),
     "another root": (lambda _: "/proc", "it is the root of a file system"),
-    "nul": (lambda _: "a\0b", "the name holds a NUL character"),
+    "nul": (lambda _: "a\0b", "it is not a path"),
     "results": (lambda _: "results", "the folder exists, and is not a checkpoint: it holds deep, loss.csv"),
     "a file": (lambda _: "thesis.tex", "a file of this name exists"),
     "a pipe": (lambda _: "fifo", "a file of this name exists"),

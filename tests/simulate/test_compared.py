@@ -9,7 +9,6 @@ from rich.console import Console
 from piper import at, replicate, schedules
 from piper.cli.diff import UNITS, changes, print_compared, side_report
 from piper.cli.plan import bytes_by_kind, moved
-from piper.cli.reports import DiffReport
 from piper.compiler import Program
 from piper.directives import apply
 from piper.ir.graph import start
@@ -38,7 +37,7 @@ def test_bytes_are_those_of_all_devices() -> None:
 def test_the_second_is_told_in_parts_of_the_first() -> None:
     """1F1B on two stages takes (microbatches + 1) * 3 units: 15 for four of them, 9 for two."""
     (long, outline, _), (short, _, _) = (pipeline(schedules.one_f_one_b, 2, count) for count in (4, 2))
-    compared: DiffReport = {
+    compared = {
         "clock": UNITS,
         "a": side_report("long", long, simulate(long, outline, Unit())),
         "b": side_report("short", short, simulate(short, outline, Unit())),

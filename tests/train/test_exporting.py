@@ -205,10 +205,9 @@ REFUSED = {
           hint: let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))
     """,
     "import net.py:job run": """
-        error: import_hf: there are no safetensors weights to read here
-          path: run
+        error: run: this checkpoint cannot be read
           why:  FileNotFoundError: No such file or directory: run/model.safetensors
-          hint: give a folder with model.safetensors or model.safetensors.index.json; files of other formats are not read
+          hint: give a whole one: a DCP folder, a folder with model.safetensors or model.safetensors.index.json, or a file of torch.save that holds tensors, numbers, text and containers only
     """,
     "import net.py:job nowhere": """
         error: nowhere: there is no such file or folder

@@ -15,7 +15,7 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
-from piper.tuning.bounds import LeastMemory
+from piper.tuning.bounds import LeastMemory, rank_memory
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import CandidateGroup, Evaluation, EvaluationsAhead, Leaf, Queue
 from piper.tuning.forked_calls import run_together
@@ -145,6 +145,15 @@ def test_candidates_of_equal_costs_share_their_order(monkeypatch: pytest.MonkeyP
     made = [one for leaf in leaves for one in search.synthesised(leaf, ALL)]
     assert len(leaves) == len(made) == 48
     assert len(asked) == 24  # gradients are added up at level 0 as at level 1, and not at levels 2 and 3
+
+
+def test_ranks_of_two_meshes_with_the_same_layers_in_other_stages(search: StrategySearch) -> None:
+    """Layers 0 and 4 are stages 0 and 2 of rank 0 of two, and stages 0 and 4 of rank 0 of four."""
+    two = StrategyChoice(ranks=2, replicas=1, rows=2, microbatches=2, sizes=(1, 3, 1, 3))
+    four = replace(two, ranks=4, sizes=(1,) * 8)
+    layers = search.model.layers(two).divided(1, 1)
+    layers.layers *= 2
+    assert rank_memory(two, layers, None, 0, 0) == rank_memory(four, layers, None, 0, 0)
 
 
 def test_what_is_next_in_a_queue() -> None:
