@@ -15,7 +15,7 @@ from piper.capture import recordings
 from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.joint import trace_joint
 from piper.capture.shard import aten
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
 from piper.directives import Directive

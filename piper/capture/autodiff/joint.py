@@ -18,8 +18,8 @@ from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.cost.aliases import label_memory
 from piper.capture.precision.fp8 import REWRITTEN, merge_rounding
 from piper.capture.quirks.attention_sums import correct_sums
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.effects import name_of
-from piper.capture.trace.piece import Body
 from piper.capture.trace.sizes import SymbolicSizes, unknown_rows
 from piper.capture.trace_errors import quiet, reason
 

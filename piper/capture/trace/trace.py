@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper.capture.trace.assemble import Assembler
+from piper.capture.trace.assemble import Assembler, CapturedChunk
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.cut import Regions, cut, find_regions
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
 from piper.capture.trace.linear_layers import mark_products
-from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.sizes import SymbolicSizes
