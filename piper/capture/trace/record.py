@@ -129,11 +129,11 @@ def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: Traced
                 log.info("What the forward leaves behind is not checked: %s", reason(error))
                 return
         graphs = call.module.graph, later.module.graph
-        if same_calls(*graphs, (call.read, later.read), tuple(changes.values()), step):
+        if same_calls(*graphs, (call.read, later.read), tuple(changes.values())):
             return
         call, changes = later, after_another(changes, later.left)
     if changes:
-        raise left_behind(changes.values(), step)
+        raise left_behind(changes.values())
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
