@@ -54,7 +54,7 @@ def same_calls(
     second finds, of the same values, this returns False, and a third call decides.
     """
     if advanced := [left for left in changes if isinstance(left.holder, Iterator)]:
-        raise left_behind(advanced)
+        raise left_behind(described(advanced))
     before, after = ([tensor for tensor in each if isinstance(tensor, Tensor)] for each in read)
     if str(first) == str(second) and list(map(id, before)) == list(map(id, after)):
         return True
@@ -63,21 +63,25 @@ def same_calls(
     blamed = [left for left in reread if inputs & left.computed]
     if reread and not blamed:
         return False
-    raise left_behind(blamed or changes)
+    raise left_behind(described(blamed or changes))
 
 
-def left_behind(changes: Iterable[Left]) -> CaptureError:
+def left_behind(changed: str, by: str = "model or loss") -> CaptureError:
     """Return the error of a forward that computes with what its last call left."""
     return CaptureError(
         "the forward computes with what its last call left behind",
-        by="model or loss",
-        facts={"changed": ", ".join(map(_described, changes))},
+        by=by,
+        facts={"changed": changed},
         hint="keep it in a buffer of the model, and change that in place: self.steps.add_(1)",
     )
 
 
+def described(changes: Iterable[Left]) -> str:
+    """Return where a forward left something, as paths from the model, the loss or a module, and what."""
+    return ", ".join(map(_described, changes))
+
+
 def _described(left: Left) -> str:
-    """Return where a forward left something, as a path from the model, the loss or a module, and what."""
     holder = left.holder.__name__ if isinstance(left.holder, type) else left.source
     path = holder if left.name is None else f"{holder}.{left.name}"
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
