@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import differentiate
-from piper.capture.layers.annotate_layers import annotate_layers
-from piper.capture.trace.annotate import annotate
+from piper.capture.trace.annotate import annotate, annotate_layers
 from piper.capture.trace.trace import trace
 from piper.capture.trace_errors import reason, without_result
 from piper.errors import PiperError

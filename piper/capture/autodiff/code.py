@@ -11,7 +11,7 @@ from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
 from piper.capture.cost.estimate import cost_of
-from piper.capture.cost.section import KINDS, Section, Write
+from piper.capture.cost.workspace import KINDS, Section, Write
 from piper.capture.trace.assemble import CapturedChunk
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import upstream

@@ -22,7 +22,7 @@ from piper.capture.cost.aliases import (
     takes_one,
     tensors_in,
 )
-from piper.capture.cost.section import KINDS, Kind, Section, Write
+from piper.capture.cost.workspace import KINDS, Kind, Section, Write
 from piper.capture.trace.graph_walks import reached, ready_first, upstream
 from piper.ir.chunk import Phase
 
