@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[], piper.Job], str]] = {
     ),
     "another loss": (
         lambda: replace(JOB, loss=other_loss),
-        "compile: what was captured has another loss\n  captured: loss (line ",
+        "compile: what was captured has another loss\n  captured: loss (test_captured.py:",
     ),
     "another shape": (
         lambda: replace(JOB, data=lambda: [{"x": torch.zeros(16, 3, 8), "y": torch.zeros(16, 3, 8)}]),

@@ -27,6 +27,7 @@ from piper.capture.trace.trace import Traced, trace
 from piper.errors import ConfigError
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.dtypes import DTYPES, JobPrecision
+from piper.process.usercode import named_function
 
 log = logging.getLogger("piper")
 RequestKey = tuple[object, ...]  # what requests ask, as a key
@@ -64,7 +65,7 @@ class Recordings:
         )
         unlike = [(what, str(mine), str(theirs)) for what, mine, theirs in settings if mine != theirs]
         if not same_function(self.loss, other.loss):
-            unlike.append(("loss", name_of(self.loss), name_of(other.loss)))
+            unlike.append(("loss", named_function(self.loss), named_function(other.loss)))
         if not unlike and self.model is not other.model:
             lines = itertools.zip_longest(self.described(), other.described(), fillvalue="nothing more")
             unlike += [("model", here.strip(), there.strip()) for here, there in lines if here != there]
@@ -134,13 +135,6 @@ def captured_values(function: Any) -> list[int]:  # noqa: ANN401 (a function of 
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     owner = getattr(function, "__self__", None)
     return [id(value) for value in (*closed_over, *defaults, owner)]
-
-
-def name_of(function: object) -> str:
-    """Return the name of a function, with its first line where it has one."""
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} (line {code.co_firstlineno})" if code is not None else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
