@@ -7,7 +7,13 @@ from dataclasses import fields, replace
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.recordings import Capturing
 from piper.capture.shard.axis_sharding import Request
-from piper.capture.trace.sliced_losses import compared_samples, may_be_sum, may_compare, sums_over_samples
+from piper.capture.trace.sliced_losses import (
+    compared_samples,
+    may_be_sum,
+    may_compare,
+    sums_over_samples,
+    uneven_means,
+)
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Tags
@@ -101,15 +107,15 @@ def sliced_warnings(graph: Graph, samples: int, capturing: Capturing) -> Iterato
     rows = rows_of(graph, samples)[graph.outline.loss.chunk]
     if rows == samples:
         return
-    few = capturing.traced(rows)
-    if few.means:
+    few = capturing.traced(rows).recording
+    if means := uneven_means(few, rows):
         yield (
-            f"the loss is a mean that divides by a number of the data: {', '.join(few.means)}. Replicas and "
+            f"the loss is a mean that divides by a number of the data: {', '.join(means)}. Replicas and "
             "microbatches whose numbers differ then train on another loss than one device. Return (sum, "
             "weight): see piper.losses"
         )
-    if may_compare(few.recording, rows):
-        found = compared_samples(few.recording, rows, capturing.traced(samples).recording, samples)
+    if may_compare(few, rows):
+        found = compared_samples(few, rows, capturing.traced(samples).recording, samples)
         if found:
             yield (
                 f"the loss compares samples with each other: {', '.join(found)}. Replicas and microbatches "

@@ -107,11 +107,10 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
             hint='name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})',
         )
     modules = dict(model.named_modules())
-    _name_once(model, modules, regions)
     listed: list[Region] = vars(model).setdefault(_LISTED, [])
     for tag, entries in regions.items():
         start = time.perf_counter_ns()
-        for number, paths in enumerate(_regions(tag, entries, list(modules))):
+        for number, paths in enumerate(_regions(tag, entries, model, list(modules))):
             listed.append(Region(tag=tag, mark=(start, number), where=", ".join(paths)))
             for path in paths:
                 module = modules[path]
@@ -128,42 +127,35 @@ def _marked(forward: Callable[..., object], mark: dict[str, Mark]) -> Callable[.
     return wrap(forward)
 
 
-def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterator[list[str]]:
+def _regions(
+    tag: str, entries: Sequence[Entry], model: nn.Module, paths: Sequence[str]
+) -> Iterator[list[str]]:
     """Yield each region's module paths, with patterns expanded."""
     for entry in entries:
         if isinstance(entry, str):
-            yield from ([path] for path in _matches(tag, entry, paths))
+            yield from ([path] for path in _matches(tag, entry, model, paths))
         else:
-            yield [path for pattern in entry for path in _matches(tag, pattern, paths)]
+            yield [path for pattern in entry for path in _matches(tag, pattern, model, paths)]
 
 
-def _name_once(
-    model: nn.Module, modules: Mapping[str, nn.Module], regions: Mapping[str, Sequence[Entry]]
-) -> None:
-    """Refuse the second name of a module that a model uses in several places: its calls are one region."""
-    first = {id(module): path for path, module in modules.items()}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for tag, entries in regions.items():
-            named = any(path in ([entry] if isinstance(entry, str) else entry) for entry in entries)
-            if path not in modules and named:
-                name = first[id(module)]
-                raise ConfigError(
-                    f"{path!r} is the module that is called {name!r} too",
-                    by=f"annotate_modules, {tag}",
-                    hint=f"name {name!r} once: all calls of a module are one region. For a region of each, "
-                    "write `with piper.annotate(...)` in the forward",
-                )
-
-
-def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
+def _matches(tag: str, pattern: str, model: nn.Module, paths: Sequence[str]) -> list[str]:
     """Return the module paths that match a pattern, in the model's order. A star is one path component."""
     parts = pattern.split(".")
     split = {path: path.split(".") for path in paths}
     matches = [
         path for path, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))
     ]
+    again = dict(model.named_modules(remove_duplicate=False)).get(pattern) if not matches else None
+    if again is not None:
+        name = next(path for path, module in model.named_modules() if module is again)
+        raise ConfigError(
+            f"{pattern!r} is the module that is called {name!r} too",
+            by=f"annotate_modules, {tag}",
+            hint=f"name {name!r} once: all calls of a module are one region. For a region of each, "
+            "write `with piper.annotate(...)` in the forward",
+        )
     if not matches:
-        close = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.5)
+        close = get_close_matches(pattern, filter(None, split), n=3, cutoff=0.5)
         raise ConfigError(
             f"the model has no module {pattern!r}",
             by=f"annotate_modules, {tag}",

@@ -17,7 +17,6 @@ from piper.capture.trace.linear_layers import mark_products
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.sizes import SymbolicSizes
-from piper.capture.trace.sliced_losses import uneven_means
 from piper.errors import LossError
 from piper.ir.chunk import CapturedModel
 from piper.ir.dtypes import DTYPES, JobPrecision
@@ -34,7 +33,6 @@ class Traced:
     compiled: bool  # the code will be compiled
     recording: Recording  # the graph that was cut into the pieces
     exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
-    means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
 
 @no_collection()
@@ -71,7 +69,6 @@ def trace(
         # A batch norm that gets one sample raises, and the whole batch alone would not show it.
         part = f"{rows} of {samples} samples, which is what a device computes at a time"
         raise error.located(error.by, {"slice": part}) from error.__cause__
-    means = uneven_means(recording, rows)
     mark_products(recording)
     outline, pieces = cut_model(recording)
     filled = {pair for chunk in outline.chunks for pair in chunk.tags}
@@ -91,7 +88,6 @@ def trace(
         compiled=compiled,
         recording=recording,
         exact=precision == "fp64",
-        means=means,
     )
 
 
