@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
-from piper.capture.trace.graph_walks import reached, upstream
+from piper.capture.trace.graph_walks import downstream, reached, upstream
 from piper.capture.trace.recording import Recording, live
 from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
@@ -201,11 +201,7 @@ def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
 
 def _of_batch(recording: Recording) -> set[fx.Node]:
     """Return the nodes that depend on the batch."""
-    dependent: set[fx.Node] = set()
-    for node in recording.graph.nodes:
-        if isinstance(recording.origins.get(node), Batch) or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return dependent
+    return downstream(node for node, origin in recording.origins.items() if isinstance(origin, Batch))
 
 
 def _numbers(node: fx.Node) -> list[float]:
