@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from piper import losses as losses
     from piper import schedules as schedules
     from piper import strategies as strategies
-    from piper.capture.layers.annotate_layers import annotate_layers as annotate_layers
     from piper.capture.shard.rules import sharding_rule as sharding_rule
     from piper.capture.trace.annotate import annotate as annotate
+    from piper.capture.trace.annotate import annotate_layers as annotate_layers
     from piper.capture.trace.annotate import annotate_modules as annotate_modules
     from piper.checkpoint.huggingface import export_hf as export_hf
     from piper.checkpoint.huggingface import import_hf as import_hf
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 _MODULES = ("callbacks", "checkpoint", "data", "losses", "schedules", "strategies")
 _INNER = ("directives", "errors", "ir", "job")  # modules that are there without an import of their own
 _NAMES = {  # by the module that has them, without "piper."; the names of directives are in `piper.directives`
-    "capture.layers.annotate_layers": ("annotate_layers",),
     "capture.shard.rules": ("sharding_rule",),
-    "capture.trace.annotate": ("annotate", "annotate_modules"),
+    "capture.trace.annotate": ("annotate", "annotate_layers", "annotate_modules"),
     "checkpoint.huggingface": ("export_hf", "import_hf"),
     "compiler": ("compile",),
     "errors": ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError"),

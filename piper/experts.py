@@ -26,7 +26,7 @@ def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
     x: rows grouped by expert, on the first axis; counts[e]: how many of them are for expert e.
     """
-    _check("route", counts, x=x)
+    _check_rows("route", x, counts)
     rows, received = _route(x, counts)
     return rows, received
 
@@ -36,7 +36,7 @@ def unroute(y: Tensor, counts: Tensor, n: int) -> Tensor:
 
     counts: what `route` returned.
     """
-    _check("unroute", counts, y=y)
+    _check_rows("unroute", y, counts)
     result: Tensor = _unroute(y, counts, n)
     return result
 
@@ -46,60 +46,38 @@ def grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool = False)
 
     transpose: w is [experts, f, d].
     """
-    if rows.dim() != 2 or w.dim() != 3 or rows.shape[1] != w.shape[2 if transpose else 1]:
-        raise ConfigError(
-            "rows and weights do not fit together",
-            by="grouped_mm",
-            facts={
-                "rows": f"{list(rows.shape)}, should be [n, d]",
-                "w": f"{list(w.shape)}, should be {'[experts, f, d]' if transpose else '[experts, d, f]'}",
-            },
-            hint=f"pass transpose={not transpose} if w is stored the other way round",
-        )
-    if rows.dtype != w.dtype:
-        raise ConfigError(
-            "rows and weights have different types",
-            by="grouped_mm",
-            facts={"rows": f"{rows.dtype}", "w": f"{w.dtype}"},
-            hint="cast one of them before the call",
-        )
-    _check("grouped_mm", counts)
+    fits = rows.dim() == 2 and w.dim() == 3 and rows.shape[1] == w.shape[2 if transpose else 1]
+    hint = f"give rows [n, d] and w [experts, {'f, d' if transpose else 'd, f'}] of one type; transpose="
+    hint += f"{not transpose} takes w as it is stored the other way round"
+    need(fits and rows.dtype == w.dtype, "rows and w do not fit together", "grouped_mm", hint, rows=rows, w=w)
+    _check_rows("grouped_mm", rows, counts)
     result: Tensor = _grouped_mm(rows, w, counts, transpose)
     return result
 
 
-def _check(by: str, counts: Tensor, **rows: Tensor) -> None:
-    for name, x in rows.items():
-        if x.dim() == 0:
-            raise ConfigError(
-                f"{name} has no rows",
-                by=by,
-                facts={name: f"a single number of type {x.dtype}"},
-                hint="rows lie along the first axis: [n, ...]",
-            )
-    if counts.dim() != 1 or counts.dtype not in _INTEGERS:
-        raise ConfigError(
-            "counts should hold one whole number per expert",
-            by=by,
-            facts={"counts": f"{list(counts.shape)} of {counts.dtype}"},
-            hint="counts is [experts] of torch.int64 or torch.int32",
-        )
+def need(fits: bool, what: str, by: str, hint: str, **given: object) -> None:
+    """Refuse what an operation is given if it does not fit."""
+    if not fits:
+        facts = {
+            name: f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else str(x)
+            for name, x in given.items()
+        }
+        raise ConfigError(what, by=by, facts=facts, hint=hint)
 
 
-def _spans(by: str, counts: Tensor, experts: int, rows: int) -> list[tuple[int, int, int]]:
+def _check_rows(by: str, rows: Tensor, counts: Tensor) -> None:
+    """Refuse what cannot be rows and how many of them each expert has."""
+    right = rows.dim() > 0 and counts.dim() == 1 and counts.dtype in _INTEGERS
+    hint = "rows lie along the first axis, [n, ...]; counts is [experts] of torch.int64 or torch.int32"
+    need(right, "these are not rows and a whole number for each expert", by, hint, rows=rows, counts=counts)
+
+
+def _spans(counts: Tensor, experts: int, rows: int) -> list[tuple[int, int, int]]:
     """Return (expert, first row, last row + 1) for each expert that has rows."""
     sizes: list[int] = counts.tolist()
-    total, least = sum(sizes), min(sizes, default=0)
-    if len(sizes) != experts or total != rows or least < 0:
-        raise ConfigError(
-            "counts does not describe these rows",
-            by=by,
-            facts={
-                "counts": f"{len(sizes)} experts, {total} rows in all, the least {least}",
-                "given": f"{experts} experts, {rows} rows",
-            },
-            hint="pass the counts that route returned together with these rows",
-        )
+    right = len(sizes) == experts and sum(sizes) == rows and min(sizes, default=0) >= 0
+    hint = f"pass the counts that route returned together with these rows: {experts} that add up to {rows}"
+    need(right, "counts does not describe these rows", "grouped_mm", hint, counts=sizes)
     ends = [0, *accumulate(sizes)]
     return [(expert, start, end) for expert, (start, end) in enumerate(pairwise(ends)) if start < end]
 
@@ -128,13 +106,8 @@ def _(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("piper::unroute", mutates_args=())
 def _unroute(y: Tensor, counts: Tensor, n: int) -> Tensor:
-    if y.shape[0] != n:
-        raise ConfigError(
-            "these are not the rows that were routed",
-            by="unroute",
-            facts={"y": f"{y.shape[0]} rows", "n": str(n)},
-            hint="pass one row for each row that route returned, and n = the rows that went into route",
-        )
+    hint = "pass one row for each row that route returned, and n = the rows that went into route"
+    need(y.shape[0] == n, "these are not the rows that were routed", "unroute", hint, y=y, n=n)
     return y.clone()
 
 
@@ -149,7 +122,7 @@ def _grouped_mm(rows: Tensor, w: Tensor, counts: Tensor, transpose: bool) -> Ten
     if _fast(rows, w):
         return torch._grouped_mm(rows, w, offs=counts.cumsum(0).to(torch.int32))
     out = rows.new_empty(rows.shape[0], w.shape[2])
-    for expert, start, end in _spans("grouped_mm", counts, w.shape[0], rows.shape[0]):
+    for expert, start, end in _spans(counts, w.shape[0], rows.shape[0]):
         torch.mm(rows[start:end], w[expert], out=out[start:end])
     return out
 
@@ -165,7 +138,7 @@ def _grouped_mm_weight(left: Tensor, right: Tensor, counts: Tensor, experts: int
     if _fast(left, right):
         return torch._grouped_mm(left.t(), right, offs=counts.cumsum(0).to(torch.int32))
     out = left.new_zeros(experts, left.shape[1], right.shape[1])
-    for expert, start, end in _spans("grouped_mm", counts, experts, left.shape[0]):
+    for expert, start, end in _spans(counts, experts, left.shape[0]):
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
     return out
 

@@ -47,7 +47,9 @@ def cross_entropy(
     weight: of each class; a label counts as much as its class weighs, and so much is the number. z_loss: a
     factor. The square of the log-sum-exp of a row's logits, times this, is added for each label that counts.
     """
-    _check_shapes("cross_entropy", "logits", logits, labels)
+    fits = logits.shape[:-1] == labels.shape
+    hint = "give logits [..., classes] and labels [...]"
+    _check_shapes(fits, "cross_entropy", hint, logits=logits, labels=labels)
     wide = torch.promote_types(logits.dtype, torch.float32)
     flat = labels.flatten()
     rows = logits.reshape(-1, logits.shape[-1]).to(wide)
@@ -82,18 +84,10 @@ def fused_cross_entropy(
     `pieces` of the classes, and once more in the backward; one piece is alive at a time. class_weight is
     `weight` there. A label that is neither a class nor ignore_index gives nan.
     """
-    _check_shapes("fused_cross_entropy", "hidden", hidden, labels)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or pieces < 1:
-        raise ConfigError(
-            "hidden, the weight of the head and the pieces do not fit together",
-            by="piper.losses.fused_cross_entropy",
-            facts={
-                "hidden": str(list(hidden.shape)),
-                "weight": str(list(weight.shape)),
-                "pieces": str(pieces),
-            },
-            hint="give hidden [..., width], weight [classes, width] and at least one piece",
-        )
+    fits = hidden.shape[:-1] == labels.shape and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    hint = "give hidden [..., width], labels [...], the weight [classes, width] and at least one piece"
+    given = {"hidden": hidden, "labels": labels, "weight": weight}
+    _check_shapes(fits and pieces >= 1, "fused_cross_entropy", hint, **given)
     kind, device = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
@@ -130,14 +124,10 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _check_shapes(by: str, name: str, values: Tensor, labels: Tensor) -> None:
-    if values.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"{name} and labels do not fit together",
-            by=f"piper.losses.{by}",
-            facts={name: str(list(values.shape)), "labels": str(list(labels.shape))},
-            hint=f"give {name} [..., {'classes' if name == 'logits' else 'width'}] and labels [...]",
-        )
+def _check_shapes(fits: bool, by: str, hint: str, **given: Tensor) -> None:
+    if not fits:
+        facts = {name: str(list(x.shape)) for name, x in given.items()}
+        raise ConfigError("these shapes do not fit together", by=f"piper.losses.{by}", facts=facts, hint=hint)
 
 
 def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

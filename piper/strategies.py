@@ -150,21 +150,16 @@ def tensor(
     """
     by = "strategies.tensor"
     check_numbers(by, zero, layers=layers, tp=tp, dp=dp, pp=pp)
-    if overlap and pp > 1:
-        raise ScheduleError(
-            "overlap=True pairs microbatches without a pipeline",
-            by=by,
-            facts={"asked": f"pp={pp}"},
-            hint='leave it out; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline',
-        )
     if microbatches is None:
         microbatches = PER_RANK * pp if pp > 1 else 2 if overlap else 1
     need_whole(by, microbatches=microbatches)
-    if overlap and microbatches < 2:
+    if overlap and (pp > 1 or microbatches < 2):
         raise ScheduleError(
-            "overlap=True needs two microbatches",
+            "overlap=True pairs microbatches without a pipeline",
             by=by,
-            hint="leave microbatches out, or give an even number",
+            facts={"asked": f"pp={pp}, microbatches={microbatches}"},
+            hint='give an even number of microbatches, or none, and pp=1; schedule="dualpipe-v" overlaps the '
+            "forwards and backwards of a pipeline",
         )
     between = 1 if sequence else None
     if pp == 1:

@@ -33,7 +33,7 @@ import piper
 from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.compile.hashing import structural_key
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.sizes import SymbolicSizes
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from piper.capture import recordings
 from piper.capture.autodiff import differentiate as autodiff
 from piper.capture.autodiff.joint import trace_joint
 from piper.capture.shard import aten
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
 from piper.directives import Directive
@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[], piper.Job], str]] = {
     ),
     "another loss": (
         lambda: replace(JOB, loss=other_loss),
-        "compile: what was captured has another loss\n  captured: loss (line ",
+        "compile: what was captured has another loss\n  captured: loss (test_captured.py:",
     ),
     "another shape": (
         lambda: replace(JOB, data=lambda: [{"x": torch.zeros(16, 3, 8), "y": torch.zeros(16, 3, 8)}]),

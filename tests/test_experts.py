@@ -109,10 +109,11 @@ def test_weights_the_other_way_round_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         grouped_mm(torch.zeros(2, 3), torch.zeros(4, 5, 3), torch.tensor([2, 0, 0, 0]))
     assert str(error.value) == (
-        "grouped_mm: rows and weights do not fit together\n"
-        "  rows: [2, 3], should be [n, d]\n"
-        "  w:    [4, 5, 3], should be [experts, d, f]\n"
-        "  hint: pass transpose=True if w is stored the other way round"
+        "grouped_mm: rows and w do not fit together\n"
+        "  rows: [2, 3] of torch.float32\n"
+        "  w:    [4, 5, 3] of torch.float32\n"
+        "  hint: give rows [n, d] and w [experts, d, f] of one type; transpose=True takes w as it is stored "
+        "the other way round"
     )
 
 
@@ -120,10 +121,11 @@ def test_rows_and_weights_of_different_types_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         grouped_mm(torch.zeros(2, 3), torch.zeros(1, 3, 5, dtype=torch.float64), torch.tensor([2]))
     assert str(error.value) == (
-        "grouped_mm: rows and weights have different types\n"
-        "  rows: torch.float32\n"
-        "  w:    torch.float64\n"
-        "  hint: cast one of them before the call"
+        "grouped_mm: rows and w do not fit together\n"
+        "  rows: [2, 3] of torch.float32\n"
+        "  w:    [1, 3, 5] of torch.float64\n"
+        "  hint: give rows [n, d] and w [experts, d, f] of one type; transpose=True takes w as it is stored "
+        "the other way round"
     )
 
 
@@ -132,9 +134,10 @@ def test_counts_that_are_not_counts_are_refused(counts: Tensor) -> None:
     with pytest.raises(ConfigError) as error:
         route(torch.zeros(2, 3), counts)
     assert str(error.value) == (
-        "route: counts should hold one whole number per expert\n"
+        "route: these are not rows and a whole number for each expert\n"
+        "  rows:   [2, 3] of torch.float32\n"
         f"  counts: {list(counts.shape)} of {counts.dtype}\n"
-        "  hint:   counts is [experts] of torch.int64 or torch.int32"
+        "  hint:   rows lie along the first axis, [n, ...]; counts is [experts] of torch.int64 or torch.int32"
     )
 
 
@@ -143,9 +146,8 @@ def test_counts_of_other_rows_are_refused() -> None:
         grouped_mm(torch.zeros(3, 2), torch.zeros(2, 2, 2), torch.tensor([2, 2]))
     assert str(error.value) == (
         "grouped_mm: counts does not describe these rows\n"
-        "  counts: 2 experts, 4 rows in all, the least 2\n"
-        "  given:  2 experts, 3 rows\n"
-        "  hint:   pass the counts that route returned together with these rows"
+        "  counts: [2, 2]\n"
+        "  hint:   pass the counts that route returned together with these rows: 2 that add up to 3"
     )
 
 
@@ -160,7 +162,7 @@ def test_rows_that_went_missing_are_refused() -> None:
         unroute(torch.zeros(3, 2), torch.tensor([3]), 4)
     assert str(error.value) == (
         "unroute: these are not the rows that were routed\n"
-        "  y:    3 rows\n"
+        "  y:    [3, 2] of torch.float32\n"
         "  n:    4\n"
         "  hint: pass one row for each row that route returned, and n = the rows that went into route"
     )
@@ -175,9 +177,10 @@ def test_a_single_number_has_no_rows() -> None:
     with pytest.raises(ConfigError) as error:
         route(torch.tensor(1.0), torch.tensor([1]))
     assert str(error.value) == (
-        "route: x has no rows\n"
-        "  x:    a single number of type torch.float32\n"
-        "  hint: rows lie along the first axis: [n, ...]"
+        "route: these are not rows and a whole number for each expert\n"
+        "  rows:   [] of torch.float32\n"
+        "  counts: [1] of torch.int64\n"
+        "  hint:   rows lie along the first axis, [n, ...]; counts is [experts] of torch.int64 or torch.int32"
     )
 
 

@@ -61,7 +61,7 @@ def test_logits_and_labels_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         piper.losses.cross_entropy(torch.zeros(2, 5, 3), torch.zeros(2, 4, dtype=torch.int64))
     assert str(error.value) == (
-        "piper.losses.cross_entropy: logits and labels do not fit together\n"
+        "piper.losses.cross_entropy: these shapes do not fit together\n"
         "  logits: [2, 5, 3]\n"
         "  labels: [2, 4]\n"
         "  hint:   give logits [..., classes] and labels [...]"
@@ -167,13 +167,12 @@ def test_a_fused_loss_holds_one_piece_of_the_logits() -> None:
 
 def test_operands_of_a_fused_loss_that_do_not_fit_are_refused() -> None:
     hidden, weight, _, labels, _ = Operands.drawn(torch.float64)
-    with pytest.raises(
-        ConfigError, match="hidden, the weight of the head and the pieces do not fit together"
-    ):
+    what = "these shapes do not fit together"
+    with pytest.raises(ConfigError, match=what):
         piper.losses.fused_cross_entropy(hidden, weight.t(), labels)
     with pytest.raises(ConfigError, match="at least one piece"):
         piper.losses.fused_cross_entropy(hidden, weight, labels, 0)
-    with pytest.raises(ConfigError, match="hidden and labels do not fit together"):
+    with pytest.raises(ConfigError, match=what):
         piper.losses.fused_cross_entropy(hidden, weight, labels[:1])
 
 

@@ -297,15 +297,16 @@ def test_a_pipeline_of_groups() -> None:
             {"pp": 2, "overlap": True},
             """
             strategies.tensor: overlap=True pairs microbatches without a pipeline
-              asked: pp=2
-              hint:  leave it out; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline
+              asked: pp=2, microbatches=8
+              hint:  give an even number of microbatches, or none, and pp=1; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline
             """,
         ),
         (
             {"overlap": True, "microbatches": 1},
             """
-            strategies.tensor: overlap=True needs two microbatches
-              hint: leave microbatches out, or give an even number
+            strategies.tensor: overlap=True pairs microbatches without a pipeline
+              asked: pp=1, microbatches=1
+              hint:  give an even number of microbatches, or none, and pp=1; schedule="dualpipe-v" overlaps the forwards and backwards of a pipeline
             """,
         ),
         (

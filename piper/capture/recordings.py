@@ -6,7 +6,7 @@ and on nothing else of a strategy, so other strategies of the same job use it ag
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from piper.capture.trace.trace import Traced, trace
 from piper.errors import ConfigError
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.dtypes import DTYPES, JobPrecision
+from piper.process.usercode import named_function
 
 log = logging.getLogger("piper")
 RequestKey = tuple[object, ...]  # what requests ask, as a key
@@ -63,8 +64,8 @@ class Recordings:
             ("batch", shown_fields(self.fields), shown_fields(other.fields)),
         )
         unlike = [(what, str(mine), str(theirs)) for what, mine, theirs in settings if mine != theirs]
-        if not same_function(self.loss, other.loss):
-            unlike.append(("loss", name_of(self.loss), name_of(other.loss)))
+        if identity_of(self.loss) != identity_of(other.loss):
+            unlike.append(("loss", named_function(self.loss), named_function(other.loss)))
         if not unlike and self.model is not other.model:
             lines = itertools.zip_longest(self.described(), other.described(), fillvalue="nothing more")
             unlike += [("model", here.strip(), there.strip()) for here, there in lines if here != there]
@@ -118,29 +119,14 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
     )
 
 
-def same_function(one: Callable[..., object], other: Callable[..., object]) -> bool:
-    """Return whether two functions are the same, or come from the same code with the same captured values."""
-    if one is other:
-        return True
-    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
-    if None in codes or codes[0] != codes[1]:
-        return False
-    return captured_values(one) == captured_values(other)
-
-
-def captured_values(function: Any) -> list[int]:  # noqa: ANN401 (a function of the user's)
-    """Return the identities of the values that a function closes over, has as defaults or is a method of."""
+def identity_of(function: Any) -> Hashable:  # noqa: ANN401 (a function of the user's)
+    """Return what equal functions share: code, and the values that it closes over or has as defaults."""
+    if not hasattr(function, "__code__"):
+        return id(function)
     closed_over = (cell.cell_contents for cell in function.__closure__ or ())
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    owner = getattr(function, "__self__", None)
-    return [id(value) for value in (*closed_over, *defaults, owner)]
-
-
-def name_of(function: object) -> str:
-    """Return the name of a function, with its first line where it has one."""
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} (line {code.co_firstlineno})" if code is not None else name
+    owner = getattr(function, "__self__", None)  # of a method
+    return function.__code__, *(id(value) for value in (*closed_over, *defaults, owner))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

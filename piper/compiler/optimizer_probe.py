@@ -304,19 +304,14 @@ def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
 def check_offloaded(probe: OptimizerFacts, graph: Graph, sliced: Mapping[str, str]) -> None:
     """Refuse to offload state that is not stepped bucket by bucket, or of what is updated in full."""
     for chunk, offload in graph.chosen(lambda options: options.offload_state).items():
-        by = graph.directives[offload.by].title
+        if chunk not in sliced and probe.ours:
+            continue
+        why = "it would be stepped once for each bucket, and it may count its steps"
         if chunk in sliced:
-            why = "one device updates it in full, and gives the others their slices"
-            raise ScheduleError(
-                f"the state of {probe.name} for sharded parameters cannot be offloaded",
-                by=by,
-                facts={"parameter": sliced[chunk], "why": why},
-                hint="use an elementwise optimizer such as AdamW, or leave this directive out",
-            )
-        if not probe.ours:
-            raise ScheduleError(
-                f"the state of {probe.name} cannot be offloaded",
-                by=by,
-                facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
-                hint="use an optimizer of torch.optim, or leave this directive out",
-            )
+            why = f"one device updates {sliced[chunk]} in full, and gives the others their slices"
+        raise ScheduleError(
+            f"the state of {probe.name} cannot be offloaded",
+            by=graph.directives[offload.by].title,
+            facts={"why": why},
+            hint="use an elementwise optimizer of torch.optim, such as AdamW, or leave this directive out",
+        )

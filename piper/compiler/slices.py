@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.recordings import Capturing
 from piper.capture.shard.axis_sharding import Request
-from piper.capture.trace.sliced_losses import compared_samples, may_be_sum, may_compare, sums_over_samples
+from piper.capture.trace.sliced_losses import compared_samples, sums_over_samples, uneven_means
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Tags
@@ -79,11 +79,10 @@ def capture_slices(
 def check_sums(graph: Graph, samples: int, capturing: Capturing) -> None:
     """Refuse a loss that adds up samples where the batch is sliced: the slices' mean is another loss."""
     rows = rows_of(graph, samples)[graph.outline.loss.chunk]
-    few = capturing.traced(rows).recording
-    if rows == samples or not may_be_sum(few):
+    if rows == samples:
         return
-    found = sums_over_samples(few, rows, capturing.traced(samples).recording, samples)
-    if found:
+    few = capturing.traced(rows).recording
+    if found := sums_over_samples(few, rows, lambda: capturing.traced(samples).recording, samples):
         slices = samples // rows
         raise CaptureError(
             "the loss is a sum over samples, and the slices of a batch are averaged",
@@ -101,21 +100,19 @@ def sliced_warnings(graph: Graph, samples: int, capturing: Capturing) -> Iterato
     rows = rows_of(graph, samples)[graph.outline.loss.chunk]
     if rows == samples:
         return
-    few = capturing.traced(rows)
-    if few.means:
+    few = capturing.traced(rows).recording
+    if means := uneven_means(few, rows):
         yield (
-            f"the loss is a mean that divides by a number of the data: {', '.join(few.means)}. Replicas and "
+            f"the loss is a mean that divides by a number of the data: {', '.join(means)}. Replicas and "
             "microbatches whose numbers differ then train on another loss than one device. Return (sum, "
             "weight): see piper.losses"
         )
-    if may_compare(few.recording, rows):
-        found = compared_samples(few.recording, rows, capturing.traced(samples).recording, samples)
-        if found:
-            yield (
-                f"the loss compares samples with each other: {', '.join(found)}. Replicas and microbatches "
-                "compare those of their own slice alone, which is another loss than that of one device. "
-                "Annotate the part that compares, and place it on one device, without microbatches"
-            )
+    if found := compared_samples(few, rows, lambda: capturing.traced(samples).recording, samples):
+        yield (
+            f"the loss compares samples with each other: {', '.join(found)}. Replicas and microbatches "
+            "compare those of their own slice alone, which is another loss than that of one device. "
+            "Annotate the part that compares, and place it on one device, without microbatches"
+        )
 
 
 def requests_of(graph: Graph) -> list[Request]:

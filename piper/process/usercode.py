@@ -64,6 +64,11 @@ def named(role: str, thing: object) -> str:
     return f"{role} ({where})" if where else role
 
 
+def named_function(function: object) -> str:
+    """Return the name of a function, with the line where it was written: `loss (llama.py:41)`."""
+    return named(getattr(function, "__qualname__", type(function).__name__), function)
+
+
 def said(error: BaseException) -> str:
     """Return an exception as one line: its type and its text.
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-from piper.capture.layers.annotate_layers import TAG
 from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
+from piper.capture.trace.annotate import TAG
 from piper.compiler.build import Program, build, first_batch, known_recordings
 from piper.compiler.optimizer_probe import OptimizerFacts, facts_of_optimizer
 from piper.directives import Directive, apply, place

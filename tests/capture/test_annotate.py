@@ -224,8 +224,9 @@ def test_regions_without_tags() -> None:
     with pytest.raises(ConfigError) as raised:
         annotate_modules(Plain(), ["layers.0"])  # type: ignore[arg-type]
     assert str(raised.value) == (
-        "annotate_modules: regions is list, not a dict of tags\n"
-        '  hint: name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})'
+        "annotate_modules: regions is not a dict that has a list of regions for each tag\n"
+        "  regions: ['layers.0']\n"
+        '  hint:    name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})'
     )
 
 
@@ -233,5 +234,7 @@ def test_a_bare_string_is_not_a_list_of_regions() -> None:
     with pytest.raises(ConfigError) as raised:
         annotate_modules(Plain(), {"PP": "layers.*"})
     assert str(raised.value) == (
-        'annotate_modules: the regions of PP are a list, not one string\n  hint: write {"PP": ["layers.*"]}'
+        "annotate_modules: regions is not a dict that has a list of regions for each tag\n"
+        "  regions: {'PP': 'layers.*'}\n"
+        '  hint:    name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})'
     )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import differentiate
-from piper.capture.layers.annotate_layers import annotate_layers
-from piper.capture.trace.annotate import annotate
+from piper.capture.trace.annotate import annotate, annotate_layers
 from piper.capture.trace.trace import trace
 from piper.capture.trace_errors import reason, without_result
 from piper.errors import PiperError
@@ -501,9 +500,7 @@ def test_a_tensor_that_the_last_call_left() -> None:
             self.state = x.detach()
             return self.b(x)
 
-    assert refusal(model=Recurrent) == lines(
-        LEFT_BEHIND, "  changed: Recurrent.state (a tensor)", IN_A_BUFFER
-    )
+    assert refusal(model=Recurrent) == lines(LEFT_BEHIND, "  changed: state (a tensor)", IN_A_BUFFER)
 
 
 def test_attributes_that_only_the_same_call_reads() -> None:
@@ -554,8 +551,8 @@ def test_a_parameter_that_the_forward_changes() -> None:
         return self.b(self.a(x))
 
     assert refusal(forward) == lines(
-        f"mul_ ({HERE}:N): the forward changes the parameter first.weight",
-        "  hint: compute a new tensor instead, or keep what changes in a buffer",
+        f"mul_ ({HERE}:N): the forward changes the parameter first.weight in place",
+        "  hint: compute a new tensor, as x = x.clone() is, or keep what changes in a buffer",
     )
 
 
@@ -569,8 +566,8 @@ def test_an_input_that_the_forward_changes_in_part() -> None:
         return total
 
     assert refusal(forward, loss=loss) == lines(
-        f"mul_ ({HERE}:N): the forward changes a part of an input in place",
-        "  hint: clone the input first: x = x.clone()",
+        f"mul_ ({HERE}:N): the forward changes a part of the input x in place",
+        "  hint: compute a new tensor, as x = x.clone() is, or keep what changes in a buffer",
     )
 
 
@@ -605,6 +602,12 @@ def test_a_number_that_leaves_its_region() -> None:
     )
 
 
+ROUTE_FIRST = (
+    "  hint: write rows, counts = route(x, counts), make y from these rows, and end with unroute(y, counts, n); "
+    "use everything else before or after: the rows may be on another device"
+)
+
+
 def routed(self: Small, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     counts = torch.ones(4, dtype=torch.int64)
     rows, received = route(self.a(x), counts)
@@ -619,8 +622,8 @@ def test_rows_that_meet_what_was_not_routed() -> None:
 
     assert refusal(forward) == lines(
         f"y ({HERE}:N): what lies between route and unroute must come from the rows, the counts and the weights",
-        f"  uses: mean ({HERE}:N), which was not routed",
-        "  hint: route it with the rows, or use it after unroute: the rows may be on another device",
+        f"  but:  mean ({HERE}:N) was not routed",
+        ROUTE_FIRST,
     )
 
 
@@ -635,8 +638,8 @@ def test_rows_that_are_never_unrouted() -> None:
 
     assert refusal(forward, loss=loss) == lines(
         f"result_2 ({HERE}:N): what lies between route and unroute must come from the rows, the counts and the weights",
-        "  uses: rows of a route that has not been unrouted",
-        "  hint: call unroute before anything else uses what route returned",
+        "  but:  these rows have not been unrouted",
+        ROUTE_FIRST,
     )
 
 
@@ -646,8 +649,9 @@ def test_counts_that_are_not_those_of_the_route() -> None:
         return self.b(unroute(grouped_mm(rows, self.w, received), counts, 4))
 
     assert refusal(forward) == lines(
-        f"unroute ({HERE}:N): these rows and counts do not come from one route",
-        "  hint: write rows, counts = route(x, counts), then unroute(y, counts, n) with y made from rows",
+        f"result_2 ({HERE}:N): what lies between route and unroute must come from the rows, the counts and the weights",
+        "  but:  these rows and counts do not come from one route",
+        ROUTE_FIRST,
     )
 
 

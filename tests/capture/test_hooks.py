@@ -75,7 +75,7 @@ def test_hooks_of_the_constructor(register: Callable[[Two], object], who: str, w
     line = double.__code__.co_firstlineno
     assert refusal(model) == cleandoc(f"""
         model (test_hooks.py:{model.__code__.co_firstlineno}): {who} has a hook on its gradient
-          hook: {what}(double, line {line})
+          hook: {what}(double (test_hooks.py:{line}))
           but:  {BUT}
           hint: {HINT}
     """)
@@ -143,7 +143,7 @@ def test_backward_hooks_of_every_module(kind: str) -> None:
     line = double.__code__.co_firstlineno
     assert message.splitlines()[:2] == [
         "model (test_hooks.py:26): every module has a hook on its gradient",
-        f"  hook: register_module_{kind}(double, line {line})",
+        f"  hook: register_module_{kind}(double (test_hooks.py:{line}))",
     ]
 
 

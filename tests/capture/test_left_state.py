@@ -174,9 +174,9 @@ def closure_list() -> Scale:
         (rotated_deque, "recent (deque([1.0, 2.0]), then deque([2.0, 1.0]))"),
         (grown_set, "kinds (set(), then {0})"),
         (grown_ordered, "ordered (OrderedDict(), then {0: 1})"),
-        (annealed, "Config.temperature (1.0, then 0.5)"),
+        (annealed, "config.temperature (1.0, then 0.5)"),
         (nested, "config.nested['steps'] ([0], then [1])"),
-        (slotted, "Slotted.steps (1, then 2)"),
+        (slotted, "slotted.steps (1, then 2)"),
         (global_list, f"{__name__}.SEEN ([], then [1])"),
         (global_dict, f"{__name__}.SETTINGS ({{'temperature': 1.0}}, then {{'temperature': 0.5}})"),
         (global_number, f"{__name__}.STEPS (0, then 1)"),
@@ -184,8 +184,8 @@ def closure_list() -> Scale:
         pytest.param(default_argument, "scale[0].__defaults__[0] ([], then [1])", marks=NOT_NOTICED),
         (tensors, "history (a tensor)"),
         (table_and_count, "counts (a tensor)"),
-        (closure_number(), "temperature of scale (1.0, then 0.5)"),
-        (closure_list(), "temperature of scale ([1.0], then [0.5])"),
+        (closure_number(), "scale[0].__closure__[0].cell_contents (1.0, then 0.5)"),
+        (closure_list(), "scale[0].__closure__[0].cell_contents ([1.0], then [0.5])"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
@@ -208,7 +208,7 @@ def test_a_temperature_that_the_loss_anneals() -> None:
         temperature *= 0.5
         return loss(model, batch) / temperature
 
-    with pytest.raises(CaptureError, match=r"temperature of annealing \(1.0, then 0.5\)"):
+    with pytest.raises(CaptureError, match=r"loss.__closure__\[0\].cell_contents \(1.0, then 0.5\)"):
         trace(lambda: nn.Linear(4, 4), annealing, BATCH, 2)
     assert temperature == 1.0
 
@@ -295,7 +295,7 @@ def test_a_tensor_outside_the_model_that_the_loss_changes_in_place() -> None:
 def test_a_table_outside_the_model_that_the_loss_replaces(
     loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
 ) -> None:
-    with pytest.raises(CaptureError, match=r"Schedule\.table \(a tensor\)"):
+    with pytest.raises(CaptureError, match=r"loss\.__self__\.table \(a tensor\)"):
         trace(lambda: nn.Linear(4, 4), loss, BATCH, 2)
 
 

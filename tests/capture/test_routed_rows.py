@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.trace import trace
 from piper.errors import CaptureError

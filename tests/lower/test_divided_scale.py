@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from piper import losses, strategies
-from piper.capture.layers.annotate_layers import annotate_layers
+from piper.capture.trace.annotate import annotate_layers
 from piper.compiler import Program, compile
 from piper.job import Job
 from piper.models.huggingface import tensor_plan

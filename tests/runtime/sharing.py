@@ -129,7 +129,7 @@ def same(function: Any) -> Hashable:  # noqa: ANN401
     if isinstance(function, partial):
         return (same(function.func), function.args, *function.keywords.items())
     code = getattr(function, "__code__", None)
-    return function if code is None else (code, code.co_filename, *recordings.captured_values(function))
+    return function if code is None else (code.co_filename, recordings.identity_of(function))
 
 
 @contextmanager

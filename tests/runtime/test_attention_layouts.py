@@ -14,7 +14,7 @@ REFUSALS = (  # all that is refused: what is not here must have plain PyTorch's 
     "its mask has a gradient, which a ring does not compute",
     "shards the same dimension in another order",
     "has no even sharding as",  # a dimension of groups of heads that is smaller than the devices
-    "of k.weight does not divide by",  # one head of keys
+    "k.weight cannot be sharded along dimension",  # one head of keys
     "aten.einsum.default has no rule",
 )
 

@@ -11,10 +11,10 @@ from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.aliases import is_view, memory_of
 from piper.capture.cost.estimate import cost_of
-from piper.capture.cost.section import KINDS, Section, Write
+from piper.capture.cost.workspace import KINDS, Section, Write
+from piper.capture.trace.assemble import CapturedChunk
 from piper.capture.trace.effects import draws
 from piper.capture.trace.graph_walks import upstream
-from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import line_of
 from piper.ir.chunk import PHASES, Chunk, Phase, PhaseSpec, TensorSpec

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from piper.capture.autodiff.joint import Joint
 from piper.capture.autodiff.partition import backward_nodes
 from piper.capture.cost.aliases import memories, move_to
-from piper.capture.trace.piece import CapturedChunk, Segment
+from piper.capture.trace.assemble import CapturedChunk, Segment
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten

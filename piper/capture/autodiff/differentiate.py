@@ -16,7 +16,7 @@ from piper.capture.compile.cache import Cache
 from piper.capture.compile.hashing import Source, structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
-from piper.capture.trace.piece import Body, CapturedChunk
+from piper.capture.trace.assemble import Body, CapturedChunk
 from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.trace import Traced

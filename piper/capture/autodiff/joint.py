@@ -20,8 +20,8 @@ from piper.capture.precision.fp8 import REWRITTEN, merge_rounding
 from piper.capture.quirks.attention_sums import correct_sums
 from piper.capture.quirks.module_methods import leaving_modules
 from piper.capture.quirks.random_states import no_random_states
+from piper.capture.trace.assemble import Body
 from piper.capture.trace.effects import name_of
-from piper.capture.trace.piece import Body
 from piper.capture.trace.sizes import SymbolicSizes, unknown_rows
 from piper.capture.trace_errors import quiet, reason
 

@@ -22,8 +22,8 @@ from piper.capture.cost.aliases import (
     takes_one,
     tensors_in,
 )
-from piper.capture.cost.section import KINDS, Kind, Section, Write
-from piper.capture.trace.graph_walks import reached, ready_first, upstream
+from piper.capture.cost.workspace import KINDS, Kind, Section, Write
+from piper.capture.trace.graph_walks import downstream, reached, ready_first, upstream
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten
@@ -259,12 +259,9 @@ def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
 
 def backward_nodes(joint: Joint) -> set[fx.Node]:
     """Return the nodes of the backward: those torch marks so, and all that depend on a gradient."""
-    nodes = set(joint.tangents.values())
-    for node in joint.graph.nodes:
-        marked = node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward"
-        if marked or any(source in nodes for source in node.all_input_nodes):
-            nodes.add(node)
-    return nodes
+    called = (node for node in joint.graph.nodes if node.op == "call_function")
+    marked = (node for node in called if node.meta.get("partitioner_tag") == "is_backward")
+    return downstream([*joint.tangents.values(), *marked])
 
 
 def _axis_with(size: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.ir.chunk import Phase
 
 

@@ -17,8 +17,7 @@ from piper.capture.cost.aliases import (
     storages,
     tensors_in,
 )
-from piper.capture.cost.section import Section
-from piper.capture.cost.workspace import workspace_of
+from piper.capture.cost.workspace import Section, workspace_of
 from piper.capture.precision.fp8 import fp8_mm
 from piper.capture.trace.effects import argument
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name

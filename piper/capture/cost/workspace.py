@@ -1,10 +1,12 @@
-"""Predicts the memory that lives only while a phase runs."""
+"""Which nodes of a joint graph a phase runs, and the memory that lives only while it does."""
 
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import fx
@@ -18,9 +20,38 @@ from piper.capture.cost.aliases import (
     storages,
     tensors_in,
 )
-from piper.capture.cost.section import Section
 from piper.capture.trace.graph_walks import interval_sums
 from piper.capture.trace.sizes import SymbolicSizes
+
+Kind = Literal["inputs", "params", "buffers", "saved", "carried", "tangents"]
+KINDS: tuple[Kind, ...] = ("inputs", "params", "buffers", "saved", "carried", "tangents")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """A result of a phase. `copy`: it must not share memory with the values it is computed from."""
+
+    node: fx.Node
+    copy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The part of a joint graph that one phase runs. Positions are those of the piece."""
+
+    reads: Mapping[Kind, Mapping[int, fx.Node]]
+    body: Sequence[fx.Node]
+    lengths: Mapping[fx.Node, tuple[fx.Node, int]]  # a size, as an axis of something the phase reads
+    writes: Sequence[Write]
+    writers: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    # ^ recomputed values, each with the result in whose kernel a compiler writes it
+    grad_inputs: tuple[int, ...] = ()
+    grad_params: tuple[int, ...] = ()
+
+    @property
+    def read_nodes(self) -> list[fx.Node]:
+        return [node for kind in KINDS for node in self.reads[kind].values()]
+
 
 _aten = torch.ops.aten
 _WRITES_INTO = (

@@ -1,1 +1,1 @@
-"""Finds the repeated layers of a model, and captures a deep model from few of them."""
+"""Captures a deep model from few of its layers."""

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.layers.annotate_layers import find_layers
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, request_key
 from piper.capture.shard.axis_sharding import Request
 from piper.capture.shard.request import merged
+from piper.capture.trace.annotate import find_layers
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced, on_fakes
 from piper.ir.chunk import CapturedModel

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from piper.capture.trace.assemble import Body, CapturedChunk
 from piper.capture.trace.linear_layers import WEIGHT, factors_of, is_grouped
-from piper.capture.trace.piece import Body, CapturedChunk
 from piper.errors import ScheduleError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -30,6 +30,7 @@ from piper.ir.chunk import Collective
 from piper.ir.sharding import REPLICATE, Shard
 
 HEADS = 1  # dimension of [batch, heads, sequence, head size]
+DOCUMENTS = torch.ops.torch_attn._varlen_attn.default  # end to end, [tokens, heads, head size]
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 OTHERWISE = 'use attention="gather" there'
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
@@ -37,41 +38,36 @@ CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
 def attention(d: Sharder, node: fx.Node) -> None:
-    """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says."""
+    """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says.
+
+    Of documents end to end, which go on from one device to the next, the sequence is exchanged for heads.
+    """
     operands = [operand(node, position) for position in range(3)]
     layouts = [d.settle(x) for x in operands]
     have = next((layout for layout in layouts if isinstance(layout, Shard)), None)
     if have is None:  # the mask alone is sharded
         d.plain(node)
-    elif have.dim != SEQUENCE:
+    elif have.dim != (0 if node.target is DOCUMENTS else SEQUENCE):
         if have.dim > HEADS:
             raise NoRuleError("it is sharded along the size of a head")
         _on_heads(d, node, operands, have)
     elif d.request.attention == "ring":
+        if node.target is DOCUMENTS:
+            what = "its documents lie on several devices of a ring"
+            raise NoRuleError(what, 'use attention="heads" there')
         _by_ring(d, node, operands, have)
-    elif d.request.attention == "heads":
-        heads = _heads_for(d, operands)
+    elif d.request.attention == "heads" or node.target is DOCUMENTS:
+        heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
+        if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands):
+            heads = Shard(HEADS)
         _on_heads(d, node, operands, heads)
-        output = d.emit(operator.getitem, (d.local[node], 0)) if node.target is FLEX else d.local[node]
-        _by_sequence(d, node, output, heads, have)
+        output = d.local[node]
+        if node.target in (FLEX, DOCUMENTS):  # of several results the only one
+            output = d.emit(operator.getitem, (output, 0))
+        by_sequence = change(d.request.axis, d.degree, heads, have, varies=True)
+        d.done(node, d.exchange(output, by_sequence), have)
     else:
         _by_queries(d, node, operands, have)
-
-
-def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
-    """Take the sums among operands as far as the first that is sharded, and return its layout."""
-    return next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
-
-
-def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
-    """Exchange the heads of an output, of several results the only one, for the sequence."""
-    d.done(node, d.exchange(output, change(d.request.axis, d.degree, heads, have, varies=True)), have)
-
-
-def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
-    """Return how heads are sharded that are exchanged for a sharded sequence."""
-    heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
-    return heads if all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands) else Shard(HEADS)
 
 
 def _on_heads(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
@@ -79,7 +75,7 @@ def _on_heads(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shar
     local = [_own_heads(d, x, operands[0], have) for x in operands]
     result = _attend(d, node, local, have)
     d.copied.discard(result)
-    d.done(node, result, have)
+    d.done(node, result, [have, have.at(0), REPLICATE] if node.target is DOCUMENTS else have)
 
 
 def _own_heads(d: Sharder, x: fx.Node, query: fx.Node, have: Shard) -> fx.Node:
@@ -100,6 +96,10 @@ def _attend(
 ) -> fx.Node:
     if node.target is FLEX:
         return flex_attention.attend(d, node, local, have)
+    if node.target is DOCUMENTS:
+        own = dict(zip((operand(node, position) for position in range(3)), local, strict=True))
+        others = (x for x in node.all_input_nodes if x not in own)
+        return d.replay(node, {x: d.to(x, REPLICATE, varies=True) for x in others} | own)
     mask = mask or mask_of(d, node, have)
     if draws(node):
         return _attend_and_drop(d, node, local, have, mask)
@@ -312,7 +312,7 @@ def unrepeated(d: Sharder, x: fx.Node) -> fx.Node:
 def by_heads(d: Sharder, node: fx.Node) -> None:
     """Shard attention that is sharded by the sequence already: by heads."""
     sources = [x for x in node.all_input_nodes if len(d.shape(x)) > 1]
-    have = _first_shard(d, sources)
+    have = next((layout for x in sources if isinstance(layout := d.settle(x), Shard)), None)
     if have is None or have.dim != HEADS:
         raise NoRuleError("attention that is sharded by the sequence is sharded by heads alone")
     local = {x: d.local[x] for x in node.all_input_nodes}
@@ -324,34 +324,10 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
     d.done(node, result, have)
 
 
-def within_documents(d: Sharder, node: fx.Node) -> None:
-    """Attend within documents that lie end to end, [tokens, heads, head size], on a device's own heads.
-
-    A sharded sequence is exchanged for heads and back: documents go on from one device to the next.
-    """
-    operands = [operand(node, position) for position in range(3)]
-    have = _first_shard(d, operands)
-    if have is None:
-        d.plain(node)
-        return
-    by_sequence = have.dim != HEADS
-    if by_sequence and d.request.attention == "ring":
-        raise NoRuleError("its documents lie on several devices of a ring", 'use attention="heads" there')
-    heads = _heads_for(d, operands) if by_sequence else have
-    local = {x: d.to(x, REPLICATE, varies=True) for x in node.all_input_nodes if x not in operands}
-    local |= {x: _own_heads(d, x, operands[0], heads) for x in operands}
-    result = d.replay(node, local)
-    d.copied.discard(result)
-    if by_sequence:
-        _by_sequence(d, node, d.emit(operator.getitem, (result, 0)), heads, have)
-    else:
-        d.done(node, result, [have, have.at(0), REPLICATE])
-
-
 RULES: dict[object, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
     FLEX: attention,
-    torch.ops.torch_attn._varlen_attn.default: within_documents,
+    DOCUMENTS: attention,
     aten._safe_softmax.default: softmax,
     torch.ops.piper.ring_attend.default: by_heads,
     torch.ops.piper.ring_pass.default: by_heads,

@@ -21,7 +21,7 @@ from piper.capture.trace.effects import argument
 from piper.capture.trace.recording import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
-MOVES = (shapes.same_shape, shapes.permute, shapes.getitem, shapes.select, shapes.slice_, shapes.split)
+MOVES = (shapes.same_shape, shapes.permute, shapes.getitem, shapes.select, shapes.runs)
 ROW_BY_ROW: frozenset[Rule] = frozenset((*MOVES, pointwise, linear, addmm, reduction, softmax))
 COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 KEPT = (*LIKE, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default)

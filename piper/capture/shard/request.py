@@ -179,39 +179,27 @@ def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) 
 
 def _check_weight(request: Request, parameter: Parameter, dim: int) -> None:
     shape = parameter.local_shape
-    if not 0 <= dim < len(shape):
+    if not 0 <= dim < len(shape) or not divides(shape[dim], Shard(dim), request.degree):
         raise ScheduleError(
-            f"{parameter.name} has no dimension {dim}",
-            by=request.by,
-            facts={"shape": str(list(shape))},
-            hint=f"choose a dimension from 0 to {len(shape) - 1}",
-        )
-    if not divides(shape[dim], Shard(dim), request.degree):
-        raise ScheduleError(
-            f"dimension {dim} of {parameter.name} does not divide by {request.degree}",
+            f"{parameter.name} cannot be sharded along dimension {dim}",
             by=request.by,
             facts={"shape": str(list(shape)), "asked": f"ways={request.degree}"},
-            hint="choose `ways` among the divisors of that size",
+            hint=f"choose a dimension from 0 to {len(shape) - 1}, and `ways` among the divisors of its size",
         )
 
 
 def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
     for name, layout in request.fields.items():
-        if name not in batch:
-            raise ScheduleError(
-                f"the batch has no field {name!r}",
-                by=request.by,
-                facts={"fields": ", ".join(batch)},
-                hint="name the fields that hold one entry for each position of the sequence",
-            )
-        shape, dim = batch[name].shape, layout.dim
+        shape, dim = batch[name].shape if name in batch else (), layout.dim
         if not 1 <= dim < len(shape) or not divides(shape[dim], layout, request.degree):
+            fields = ", ".join(f"{field} {list(spec.shape)}" for field, spec in batch.items())
             slices = request.degree * (2 if request.zigzag else 1)
             raise ScheduleError(
-                f"the field {name!r} cannot be sharded along dimension {dim}",
+                f"the batch has no field {name!r} that can be sharded along dimension {dim}",
                 by=request.by,
-                facts={"shape": str(list(shape)), "slices": str(slices)},
-                hint="dimension 0 is the samples; choose a later one whose size divides by the slices",
+                facts={"fields": fields, "slices": str(slices)},
+                hint="name fields that hold one entry for each position of the sequence, with a dimension "
+                "after that of the samples whose size divides by the slices",
             )
 
 

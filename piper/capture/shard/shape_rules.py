@@ -7,6 +7,7 @@ dimension that is sharded it is refused, because no device holds all that is com
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -112,34 +113,36 @@ def expand(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     d.done(node, local, layout)
 
 
-def piece(d: Sharder, size: int, have: Shard, start: int, length: int) -> tuple[Shard, int, int]:
+def piece(d: Sharder, size: int, have: Shard, start: int, stop: int) -> tuple[Shard, int, int]:
     """Return the layout of some whole blocks of a sharded dimension, and their local start and length."""
-    block = size // have.blocks
+    block, length = size // have.blocks, stop - start
     if start == 0 and length == size:
         return have, 0, size // slices_of(have, d.degree)
     if have.zigzag or start % block or length % block or not length:
-        raise NoRuleError(
-            f"elements {start} to {start + length} of a sharded dimension of {size} are not one slice"
-        )
+        raise NoRuleError(f"elements {start} to {stop} of a sharded dimension of {size} are not one slice")
     slices = slices_of(have, d.degree)
     return replace(have, blocks=length // block), start // slices, length // slices
 
 
 @moves
-def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Take a run of elements of one dimension."""
-    shape = d.shape(source)
+def runs(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Take runs of elements of one dimension, one or several: of the sharded one whole blocks."""
+    shape, parts = d.shape(source), value_of(node)
     dim = number(argument(node, "dim")) % len(shape)
     if dim != have.dim:
         d.done(node, d.replay(node), have)
         return
-    size = shape[dim]
+    if isinstance(parts, tuple | list):
+        ends = [0, *accumulate(int(part.shape[dim]) for part in parts)]
+        layouts, _, sizes = zip(*(piece(d, shape[dim], have, *span) for span in pairwise(ends)), strict=True)
+        local = d.emit(aten.split_with_sizes.default, (d.local[source], [*sizes], dim))
+        d.done(node, local, [*layouts])
+        return
     if number(argument(node, "step")) != 1:
         raise NoRuleError("it takes every few elements of a sharded dimension")
-    start, *_ = slice(number(argument(node, "start")), None).indices(size)
-    layout, first, length = piece(d, size, have, start, d.shape(node)[dim])
-    local = d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length))
-    d.done(node, local, layout)
+    start, *_ = slice(number(argument(node, "start")), None).indices(shape[dim])
+    layout, first, length = piece(d, shape[dim], have, start, start + d.shape(node)[dim])
+    d.done(node, d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length)), layout)
 
 
 @moves
@@ -151,26 +154,6 @@ def select(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
         what = "a sharded dimension apart" if apart else "one element of a sharded dimension"
         raise NoRuleError(f"it takes {what}")
     d.done(node, d.replay(node), have.at(have.dim - (dim < have.dim)))
-
-
-@moves
-def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Split into several values: along another dimension, or into whole blocks of the sharded one."""
-    shape = d.shape(source)
-    dim = number(argument(node, "dim")) % len(shape)
-    parts = value_of(node)
-    assert isinstance(parts, tuple | list)
-    if dim != have.dim:
-        d.done(node, d.replay(node), have)
-        return
-    start, sizes, layouts = 0, [], []
-    for part in parts:
-        layout, _, length = piece(d, shape[dim], have, start, int(part.shape[dim]))
-        start += int(part.shape[dim])
-        sizes.append(length)
-        layouts.append(layout)
-    local = d.emit(aten.split_with_sizes.default, (d.local[source], sizes, dim))
-    d.done(node, local, list(layouts))
 
 
 def getitem(d: Sharder, node: fx.Node) -> None:
@@ -351,9 +334,9 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((*RESHAPES, aten.squeeze.default, aten.squeeze.dims), reshape),
     **dict.fromkeys((aten.transpose.int, aten.t.default, aten.mT.default, aten.permute.default), permute),
     aten.expand.default: expand,
-    aten.slice.Tensor: slice_,
+    aten.slice.Tensor: runs,
     **dict.fromkeys((aten.select.int, aten.unbind.int), select),
-    **dict.fromkeys((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default), split),
+    **dict.fromkeys((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default), runs),
     **dict.fromkeys((aten.cat.default, aten.stack.default), cat),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default), same_shape),
     **dict.fromkeys((aten.clone.default, aten.contiguous.default), same_shape),

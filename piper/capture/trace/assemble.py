@@ -1,9 +1,10 @@
 """Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.amp import autocast_mode
 
 from piper.capture.trace.cut import Cut, Regions
@@ -11,13 +12,57 @@ from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
-from piper.capture.trace.piece import Body, CapturedChunk, Experts, Reads, Segment
 from piper.capture.trace.recording import OWN_ROWS, FromBuffer, FromParameter, Mode, Recording, how_of, marker
 from piper.capture.trace.segments import split_chunks
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
+
+Reads = tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]]  # inputs, parameters, buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of an expert region, and its rows when routing is balanced."""
+
+    total: int
+    rows: int
+    counts: tuple[bool, ...]  # for each input, whether it is the counts; the others begin with the rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Captured code: a graph whose placeholders are inputs, parameters and buffers, in this order."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's attributes
+    inputs: tuple[Tensor, ...]  # fakes of what the placeholders take
+    params: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of a chunk. What it reads and makes are nodes of the recording, as they are for the chunk."""
+
+    body: Body
+    reads: Reads
+    makes: Sequence[fx.Node]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedChunk:
+    """A chunk and its code."""
+
+    chunk: Chunk
+    inputs: tuple[Tensor, ...]  # fakes
+    body: Body | None  # none: a marker
+    reads: Reads = ((), (), ())
+    makes: Sequence[fx.Node] = ()
+    segments: tuple[Segment, ...] = ()  # the body in parts; empty: in one
+
 
 _MARKERS = ("route", "unroute", "collective")  # kinds of chunks without code
 

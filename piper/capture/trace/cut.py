@@ -235,17 +235,14 @@ def _expert_areas(
         elif marker(node) == "unroute":
             rows, counts = node.all_input_nodes[:2]
             if not _is_result_of_route(counts) or routed.get(rows) is not routed[counts]:
-                raise CaptureError(
-                    "these rows and counts do not come from one route",
-                    by=f"unroute{node_line(node)}",
-                    hint="write rows, counts = route(x, counts), then unroute(y, counts, n) with y made "
-                    "from rows",
-                )
+                raise _leaves_area(node, "these rows and counts do not come from one route")
             area[node] = routed[counts]
         elif routes:
             outside = [source for source in reads if source not in routed]
-            if outside or len(routes) > 1 or marker(node) or node in recording.results:
-                raise _leaves_area(node, outside)
+            if outside:
+                raise _leaves_area(node, f"{outside[0].name}{node_line(outside[0])} was not routed")
+            if len(routes) > 1 or marker(node) or node in recording.results:
+                raise _leaves_area(node, "these rows have not been unrouted")
             routed[node] = area[node] = routes.pop()
     return area
 
@@ -254,18 +251,13 @@ def _is_result_of_route(node: fx.Node) -> bool:
     return node.target is operator.getitem and marker(node.all_input_nodes[0]) == "route"
 
 
-def _leaves_area(node: fx.Node, outside: list[fx.Node]) -> CaptureError:
-    if outside:
-        fact = {"uses": f"{outside[0].name}{node_line(outside[0])}, which was not routed"}
-        hint = "route it with the rows, or use it after unroute: the rows may be on another device"
-    else:
-        fact = {"uses": "rows of a route that has not been unrouted"}
-        hint = "call unroute before anything else uses what route returned"
+def _leaves_area(node: fx.Node, why: str) -> CaptureError:
     return CaptureError(
         "what lies between route and unroute must come from the rows, the counts and the weights",
         by=f"{node.name}{node_line(node)}",
-        facts=fact,
-        hint=hint,
+        facts={"but": why},
+        hint="write rows, counts = route(x, counts), make y from these rows, and end with unroute(y, counts, "
+        "n); use everything else before or after: the rows may be on another device",
     )
 
 

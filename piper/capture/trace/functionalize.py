@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.trace.effects import name_of, store, writes
+from piper.capture.trace.left_state import left_behind
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording, marker
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
@@ -122,26 +123,18 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
 
 def _check_owner(node: fx.Node, written: fx.Node, owner: fx.Node | None, origin: Origin | None) -> None:
     """Refuse a write to a tensor that the forward must not change."""
+    by = f"{node.name}{node_line(node)}"
     match origin:
-        case FromParameter(name=name):
-            raise CaptureError(
-                f"the forward changes the parameter {name}",
-                by=f"{node.name}{node_line(node)}",
-                hint="compute a new tensor instead, or keep what changes in a buffer",
-            )
         case Constant():  # it is outside the model, so a plan has it as it was when it was traced
-            raise CaptureError(
-                "the forward computes with what its last call left behind",
-                by=f"{node.name}{node_line(node)}",
-                facts={"changed": "a tensor that is no buffer of the model"},
-                hint="keep it in a buffer of the model, and change that in place: self.steps.add_(1)",
-            )
-        case Batch() if written is not owner:
-            raise CaptureError(
-                "the forward changes a part of an input in place",
-                by=f"{node.name}{node_line(node)}",
-                hint="clone the input first: x = x.clone()",
-            )
+            raise left_behind("a tensor that is no buffer of the model", by)
+        case FromParameter(name=name):
+            changed = f"the parameter {name}"
+        case Batch(field=field) if written is not owner:
+            changed = f"a part of the input {field}"
+        case _:
+            return
+    hint = "compute a new tensor, as x = x.clone() is, or keep what changes in a buffer"
+    raise CaptureError(f"the forward changes {changed} in place", by=by, hint=hint)
 
 
 def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> None:

@@ -26,6 +26,11 @@ def upstream(roots: Iterable[fx.Node], within: Callable[[fx.Node], bool] = lambd
     return reached(filter(within, roots), lambda node: filter(within, node.all_input_nodes))
 
 
+def downstream(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the roots and the nodes that are computed from them."""
+    return reached(roots, lambda node: node.users)
+
+
 def ready_first(awaited: Mapping[K, Collection[K]]) -> list[K]:
     """Return the keys that can run, each as early as its place in the mapping and what it awaits allow."""
     keys = list(awaited)

@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 from piper.capture.quirks.gradient_hooks import noticing_hooks
 from piper.capture.trace_errors import tracing_line
 from piper.errors import CaptureError
+from piper.process.usercode import named_function
 
 _ELSEWHERE = (
     "put the change into the optimizer's step, clip with clip_norm of Job, or write a "
@@ -25,7 +26,7 @@ def check_hooks(model: nn.Module, loss: object) -> None:
     """Refuse hooks on gradients that the model's or the loss's constructor registered."""
     for where, kind, hooks in _registered(model, loss):
         for hook in (hooks or {}).values():
-            raise _refused(where, kind, _shown(hook))
+            raise _refused(where, kind, named_function(hook))
 
 
 def _registered(
@@ -56,13 +57,6 @@ def _refused(where: str, kind: str, hook: str, line: str = "") -> CaptureError:
         },
         hint=_ELSEWHERE,
     )
-
-
-def _shown(hook: object) -> str:
-    """Return a hook's name and the line that defines it."""
-    code = getattr(hook, "__code__", None)
-    name = getattr(hook, "__qualname__", None) or type(hook).__name__
-    return f"{name}, line {code.co_firstlineno}" if code is not None else str(name)
 
 
 def no_tensor_hooks() -> AbstractContextManager[None]:

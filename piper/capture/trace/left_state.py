@@ -7,17 +7,13 @@ call reads, such as a router's loss for the job's loss. To tell them apart, a fo
 is traced a second time with the new values, and must give the same graph.
 """
 
-import ast
 import re
 import reprlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CellType, ModuleType
-from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from piper.capture.quirks.side_effects import MISSING, Left, Place
@@ -50,11 +46,7 @@ def as_left(changes: Iterable[Left]) -> Iterator[None]:
 
 
 def same_calls(
-    first: fx.Graph,
-    second: fx.Graph,
-    read: Sequence[Sequence[object]],
-    changes: Sequence[Left],
-    step: nn.Module,
+    first: fx.Graph, second: fx.Graph, read: Sequence[Sequence[object]], changes: Sequence[Left]
 ) -> bool:
     """Return whether two calls compute the same. Refuse a second that reads the first one's state.
 
@@ -62,7 +54,7 @@ def same_calls(
     second finds, of the same values, this returns False, and a third call decides.
     """
     if advanced := [left for left in changes if isinstance(left.holder, Iterator)]:
-        raise left_behind(advanced, step)
+        raise left_behind(described(advanced))
     before, after = ([tensor for tensor in each if isinstance(tensor, Tensor)] for each in read)
     if str(first) == str(second) and list(map(id, before)) == list(map(id, after)):
         return True
@@ -71,46 +63,31 @@ def same_calls(
     blamed = [left for left in reread if inputs & left.computed]
     if reread and not blamed:
         return False
-    raise left_behind(blamed or changes, step)
+    raise left_behind(described(blamed or changes))
 
 
-def left_behind(changes: Iterable[Left], step: nn.Module) -> CaptureError:
-    """Return the error of a forward that computes with what its last call left. step: what was traced."""
+def left_behind(changed: str, by: str = "model or loss") -> CaptureError:
+    """Return the error of a forward that computes with what its last call left."""
     return CaptureError(
         "the forward computes with what its last call left behind",
-        by="model or loss",
-        facts={"changed": ", ".join(_described(left, step) for left in changes)},
+        by=by,
+        facts={"changed": changed},
         hint="keep it in a buffer of the model, and change that in place: self.steps.add_(1)",
     )
 
 
-def _described(left: Left, step: nn.Module) -> str:
+def described(changes: Iterable[Left]) -> str:
+    """Return where a forward left something, as paths from the model, the loss or a module, and what."""
+    return ", ".join(map(_described, changes))
+
+
+def _described(left: Left) -> str:
+    holder = left.holder.__name__ if isinstance(left.holder, type) else left.source
+    path = holder if left.name is None else f"{holder}.{left.name}"
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(_IMPORTED, lambda module: module[1].replace("_dot_", "."), path)
+    path = re.sub(r"^L\['self'\]\.(model\.|(loss)\[0\])", r"\2", path)
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(left.value)):
-        return f"{_named(left, step)} (a tensor)"
+        return f"{path} (a tensor)"
     shown = [reprlib.repr(state) for state in (left.before, left.value) if state is not MISSING]
-    return f"{_named(left, step)} ({', then '.join(shown)})"
-
-
-def _named(left: Left, step: nn.Module) -> str:
-    """Return the name of what was changed, as its owner would write it."""
-    if left.name is not None and not isinstance(left.holder, CellType):
-        kind = left.holder if isinstance(left.holder, type | ModuleType) else type(left.holder)
-        names = {id(module): path for path, module in step.named_modules()}
-        path = names.get(id(left.holder), "model").removeprefix("model.")
-        return f"{kind.__name__ if path == 'model' else path}.{left.name}"
-    if cell := re.fullmatch(r"(.+)\.__closure__\[(\d+)\](\.cell_contents)?", left.source):
-        function = _object_at(cell[1], step)
-        return f"{function.__code__.co_freevars[int(cell[2])]} of {function.__name__}"
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", left.source)
-    path = re.sub(_IMPORTED, lambda cell: cell[1].replace("_dot_", "."), path)
-    return re.sub(r"^L\['self'\]\.(model\.|(loss)\[0\])", r"\2", path)
-
-
-def _object_at(source: str, step: nn.Module) -> Any:  # noqa: ANN401  a function of the user
-    """Return what Dynamo found at a source. Only a function knows the names of its closure's variables."""
-    imported = re.match(_IMPORTED, source)
-    value: Any = sys.modules[imported[1].replace("_dot_", ".")] if imported else {"L": {"self": step}}
-    path = source[imported.end() :] if imported else f"['L']{source[1:]}"
-    for attribute, key in re.findall(r"\.(\w+)|\[([^\]]+)\]", path):
-        value = getattr(value, attribute) if attribute else value[ast.literal_eval(key)]
-    return value
+    return f"{path} ({', then '.join(shown)})"

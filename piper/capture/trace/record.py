@@ -26,7 +26,7 @@ from piper.capture.quirks.side_effects import Left, Place, noting_changes
 from piper.capture.quirks.tensor_attributes import leaving_out_assignments
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.trace.hooks import no_tensor_hooks
-from piper.capture.trace.left_state import after_another, as_left, left_behind, same_calls
+from piper.capture.trace.left_state import after_another, as_left, described, left_behind, same_calls
 from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
@@ -133,11 +133,11 @@ def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: Traced
                 log.info("What the forward leaves behind is not checked: %s", reason(error))
                 return
         graphs = call.module.graph, later.module.graph
-        if same_calls(*graphs, (call.read, later.read), tuple(changes.values()), step):
+        if same_calls(*graphs, (call.read, later.read), tuple(changes.values())):
             return
         call, changes = later, after_another(changes, later.left)
     if changes:
-        raise left_behind(changes.values(), step)
+        raise left_behind(described(changes.values()))
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper.capture.trace.piece import Body
+from piper.capture.trace.assemble import Body
 from piper.capture.trace_errors import node_line, quiet, reason
 from piper.errors import CaptureError
 

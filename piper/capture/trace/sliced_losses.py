@@ -16,7 +16,7 @@ the batch, shows it; a slice has only the pairs of its own samples.
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
-from piper.capture.trace.graph_walks import reached, upstream
+from piper.capture.trace.graph_walks import downstream, reached, upstream
 from piper.capture.trace.recording import Recording, live
 from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
@@ -42,6 +42,7 @@ _PRODUCTS = re.compile(
 )
 _SUMS = re.compile(r"sum|v?dot|inner|(linalg_)?vecdot|_*r?matmul_*|mm|mv|einsum|tensordot")  # to one number
 _BY_ELEMENT = re.compile(r"relu|gelu|silu|elu|tanh|sigmoid|(log_)?softmax|dropout|to|clone|contiguous")
+Larger = Callable[[], Recording]  # records a loss for a larger batch: only where something looks like a sum
 _OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
 
 
@@ -107,24 +108,22 @@ class TwoSizes:
         return not axes or any(small.shape[axis] != large.shape[axis] for axis in axes)
 
 
-def may_be_sum(recording: Recording) -> bool:
-    """Return whether a loss has a term that ends in a sum, of samples or of something else."""
-    return not recording.weighted and any(_sums(recording, _of_batch(recording)))
-
-
-def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) -> tuple[str, ...]:
-    """Return each sum over samples in a loss, with its line. many: the same loss for a larger batch."""
-    nodes = [*few.graph.nodes], [*many.graph.nodes]
+def sums_over_samples(few: Recording, rows: int, many: Larger, samples: int) -> tuple[str, ...]:
+    """Return each sum over samples in a loss, with its line. many: records the loss for a larger batch."""
+    of_batch = _of_batch(few)
+    candidates = [] if few.weighted else [*_sums(few, of_batch)]
+    if not candidates:
+        return ()
+    nodes = [*few.graph.nodes], [*many().graph.nodes]
     if [name_of(node) for node in nodes[0]] != [name_of(node) for node in nodes[1]]:
         return ()
     pairs = dict(zip(*nodes, strict=True))
     if any(_NUMBERS.fullmatch(name_of(a)) and _numbers(a) != _numbers(b) for a, b in pairs.items()):
         return ()  # it divides by a number of samples
-    of_batch = _of_batch(few)
     both = TwoSizes(rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
     sums = [
         node
-        for node in _sums(few, of_batch)
+        for node in candidates
         # Of a loss that sums by itself the first operand counts, of a sum all that it multiplies.
         for factors in [node.all_input_nodes if _SUMS.fullmatch(name_of(node)) else node.all_input_nodes[:1]]
         if all(_adds_samples(both, factor) for factor in factors if factor in of_batch)
@@ -132,17 +131,13 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
     return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in sums))
 
 
-def may_compare(recording: Recording, rows: int) -> bool:
-    """Return whether a loss is computed from a square matrix that may be of pairs of samples."""
-    return any(_squares(recording, rows))
-
-
-def compared_samples(few: Recording, rows: int, many: Recording, samples: int) -> tuple[str, ...]:
+def compared_samples(few: Recording, rows: int, many: Larger, samples: int) -> tuple[str, ...]:
     """Return each operation that first sets samples against each other, with its line."""
-    larger = {node.name: node for node in many.graph.nodes}
+    squares = [*_squares(few, rows)]
+    larger = {node.name: node for node in many().graph.nodes} if squares else {}
     pairs = {
         node: f"{name_of(node)}{node_line(node)}"
-        for node, side in _squares(few, rows)
+        for node, side in squares
         if node.name in larger and _square(larger[node.name]) == side * samples // rows
     }
     return tuple(
@@ -215,11 +210,7 @@ def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
 
 def _of_batch(recording: Recording) -> set[fx.Node]:
     """Return the nodes that depend on the batch."""
-    dependent: set[fx.Node] = set()
-    for node in recording.graph.nodes:
-        if isinstance(recording.origins.get(node), Batch) or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return dependent
+    return downstream(node for node, origin in recording.origins.items() if isinstance(origin, Batch))
 
 
 def _numbers(node: fx.Node) -> list[float]:

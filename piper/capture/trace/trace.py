@@ -8,17 +8,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper.capture.trace.assemble import Assembler
+from piper.capture.trace.assemble import Assembler, CapturedChunk
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.cut import Regions, cut, find_regions
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
 from piper.capture.trace.linear_layers import mark_products
-from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.sizes import SymbolicSizes
-from piper.capture.trace.sliced_losses import uneven_means
 from piper.errors import LossError
 from piper.ir.chunk import CapturedModel
 from piper.ir.dtypes import DTYPES, JobPrecision
@@ -35,7 +33,6 @@ class Traced:
     compiled: bool  # the code will be compiled
     recording: Recording  # the graph that was cut into the pieces
     exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
-    means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
 
 
 @no_collection()
@@ -72,7 +69,6 @@ def trace(
         # A batch norm that gets one sample raises, and the whole batch alone would not show it.
         part = f"{rows} of {samples} samples, which is what a device computes at a time"
         raise error.located(error.by, {"slice": part}) from error.__cause__
-    means = uneven_means(recording, rows)
     mark_products(recording)
     outline, pieces = cut_model(recording)
     filled = {pair for chunk in outline.chunks for pair in chunk.tags}
@@ -92,7 +88,6 @@ def trace(
         compiled=compiled,
         recording=recording,
         exact=precision == "fp64",
-        means=means,
     )
 
 

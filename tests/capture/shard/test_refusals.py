@@ -92,19 +92,19 @@ def test_heads_that_do_not_divide() -> None:
 
 def test_a_size_that_does_not_divide() -> None:
     assert refused(job(axis="TP", ways=3, weights=FFN)) == cleandoc("""
-        shard #0 (here): dimension 0 of up.weight does not divide by 3
+        shard #0 (here): up.weight cannot be sharded along dimension 0
           shape: [16, 12]
           asked: ways=3
-          hint:  choose `ways` among the divisors of that size
+          hint:  choose a dimension from 0 to 1, and `ways` among the divisors of its size
     """)
 
 
 def test_a_sequence_that_does_not_divide() -> None:
     assert refused(job(axis="CP", batch={"x": 1}, balance="zigzag")) == cleandoc("""
-        shard #0 (here): the field 'x' cannot be sharded along dimension 1
-          shape:  [4, 6, 12]
+        shard #0 (here): the batch has no field 'x' that can be sharded along dimension 1
+          fields: x [4, 6, 12]
           slices: 4
-          hint:   dimension 0 is the samples; choose a later one whose size divides by the slices
+          hint:   name fields that hold one entry for each position of the sequence, with a dimension after that of the samples whose size divides by the slices
     """)
 
 
@@ -127,17 +127,19 @@ def test_a_pattern_that_matches_nothing() -> None:
 
 def test_a_dimension_that_does_not_exist() -> None:
     assert refused(job(axis="TP", weights={"up": 2})) == cleandoc("""
-        shard #0 (here): up.weight has no dimension 2
+        shard #0 (here): up.weight cannot be sharded along dimension 2
           shape: [16, 12]
-          hint:  choose a dimension from 0 to 1
+          asked: ways=2
+          hint:  choose a dimension from 0 to 1, and `ways` among the divisors of its size
     """)
 
 
 def test_a_field_that_does_not_exist() -> None:
     assert refused(job(axis="CP", batch={"tokens": 1})) == cleandoc("""
-        shard #0 (here): the batch has no field 'tokens'
-          fields: x
-          hint:   name the fields that hold one entry for each position of the sequence
+        shard #0 (here): the batch has no field 'tokens' that can be sharded along dimension 1
+          fields: x [4, 6, 12]
+          slices: 2
+          hint:   name fields that hold one entry for each position of the sequence, with a dimension after that of the samples whose size divides by the slices
     """)
 
 
