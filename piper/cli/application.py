@@ -12,7 +12,16 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    NotRequired,
+    ParamSpec,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import typer
 from rich.console import Console
@@ -20,7 +29,9 @@ from rich.console import Console
 from piper.cli.reports import REPORTS, SCHEMA, FailureReport, Report
 from piper.errors import PiperError
 from piper.version import VERSION
+from piper.workers.rank_environment import RANKS, rank_environment
 
+P = ParamSpec("P")
 SUCCESS = 0
 NO = 1  # the answer of a check
 USER_ERROR = 2
@@ -66,6 +77,26 @@ class Answer:
     report: Report
     show: Callable[[], object]
     code: int = SUCCESS
+
+
+def on_rank_zero(verb: Callable[P, Answer]) -> Callable[P, Answer]:
+    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
+
+    @wraps(verb)
+    def act(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        world = rank_environment() if kwargs["on"] in RANKS else None
+        if world is None:
+            return verb(*args, **kwargs)
+        if world.leads:
+            from piper.workers.rendezvous import leading  # torch is paid for only where it is used
+
+            with leading(world):
+                return verb(*args, **kwargs)
+        from piper.workers.rank_agent import attend
+
+        sys.exit(attend(world))
+
+    return act
 
 
 def with_json(name: str, verb: Callable[..., Answer]) -> Callable[..., None]:

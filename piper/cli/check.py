@@ -8,9 +8,8 @@ from typing import Annotated, cast
 
 import typer
 
-from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile, on_rank_zero
 from piper.cli.reports import CheckReport
-from piper.workers.rank_zero import on_rank_zero
 
 
 @on_rank_zero

@@ -17,11 +17,11 @@ from piper.cli.application import (
     Recipe,
     RunFolder,
     StrategyFile,
+    on_rank_zero,
 )
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.view.provenance import METRICS
-from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
     from piper.train.measure import Outcome

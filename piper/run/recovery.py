@@ -136,12 +136,12 @@ class Recovery(Sessions):
         """Return the seconds without progress after which the job has stalled."""
         return self.times.stall(self.options.timeout) if self.given_stall is None else self.given_stall
 
-    def call(self, name: str, act: Callable[[], T]) -> T:
+    def call(self, act: Callable[[], T], *, steps: int = 0) -> T:
         """Return what a function returns, over as many failures as there are retries."""
         while True:
             if self.closed:
                 raise ended()
-            self.at = self.done + (name == "step")
+            self.at = self.done + steps
             try:
                 if self.current is None:
                     self._start()
@@ -152,7 +152,7 @@ class Recovery(Sessions):
                 self._fail(error)
 
     def begin(self) -> None:
-        self.call("begin", lambda: None)
+        self.call(lambda: None)
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""

@@ -59,7 +59,7 @@ class RunCalls:
         shape of batches: give the same function each time.
         """
         check_fields(batch, "predict")
-        return self.sessions.call("predict", lambda: self.sessions.session.predict(batch, forward))
+        return self.sessions.call(lambda: self.sessions.session.predict(batch, forward))
 
     @property
     def optimizer(self) -> "list[OptimizerGroup]":
@@ -80,7 +80,7 @@ class RunCalls:
     @property
     def routed(self) -> Mapping[str, Sequence[int]]:
         """Return the rows of each expert in the last step, by regions whose experts can move."""
-        return self.sessions.call("routed", lambda: self.sessions.session.rows)
+        return self.sessions.call(lambda: self.sessions.session.rows)
 
     def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
         """Compute experts where tables say, by region, from the next step on. No state moves."""

@@ -123,7 +123,7 @@ class Starter:
 
     def start(self, options: Options) -> WorkerGroup:
         """Start all workers."""
-        raise AssertionError("rank 0 asks the workers")
+        raise AssertionError("its only device runs in this process")
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""

@@ -50,8 +50,8 @@ class InlineWorkerGroup(WorkerGroup):
         initial = blank_values(setup.outline) if options.blank else values.__getitem__
         dice = Dice(setup.device)
         for device, watcher in self.watchers.items():
-            comms, stop = self.world.member(device), self.world.stop
-            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch, watcher.show)
+            comms = self.world.member(device)
+            worker = Worker(setup, device, comms, initial, options, dice, watcher.watch, watcher.show)
             versions = None if self.versions is None else WorkerVersions(worker, self.versions)
             self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
         return unread_values(program, values)
@@ -86,8 +86,7 @@ class InlineWorkerGroup(WorkerGroup):
         if known is None:
             self.worlds.append((setup.plans, world))
         for device, worker in self.workers.items():
-            member = world.member(device)
-            worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
+            worker.prepare(number, setup, world.member(device), buffers.__getitem__, trains=trains)
 
     def close(self) -> None:
         self.computing.close()

@@ -180,7 +180,6 @@ class WorkerServer(WorkerAnswers):
             comms,
             blank_values(setup.outline) if given.options.blank else initial,
             given.options,
-            on_failure=comms.abort,
             watch=self.watcher.watch,
             show=self.watcher.show,
         )
@@ -218,7 +217,7 @@ class WorkerServer(WorkerAnswers):
         programs = (self.worker, *self.worker.others.values())
         known = next((one for one in programs if speaks_in(setup.plans, one.setup.plans)), None)
         comms = self._comms(setup, f"program-{number}") if known is None else known.env.comms
-        self.worker.prepare(number, setup, comms, buffers.__getitem__, comms.abort, trains=trains)
+        self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
         return self._watched(lambda: super(WorkerServer, self).evaluate(given))

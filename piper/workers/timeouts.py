@@ -56,7 +56,6 @@ class Timeouts:
     rank_place: float = 5.0  # an agent that has connected says where it runs: its message is short
     rank_poll: float = 0.2  # a rank looks whether rank 0 has launched, or has ended
     ranks_leave: float = 10.0  # rank 0, which may hold the store, waits until the others know that it ends
-    results_sent: float = 20.0  # rank 0 waits until the other ranks have its last results
     key_stale: float = 24 * 3600.0  # the key of a launch that was killed is removed
 
 

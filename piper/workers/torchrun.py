@@ -14,7 +14,7 @@ from piper.runtime.setup import ProgramLike
 from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.processes import ClosedError
-from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, RankZeroResult, leave
+from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
     DriverAddress,
@@ -114,8 +114,6 @@ class TorchrunStarter(AgentStarter):
         super().__init__(program, calls, protects)
         self.world, self.spares = world, spares
         self.ranks: dict[int, Agent] = {}
-        self.followers: set[int] = set()  # ranks whose scripts want results
-        self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
         try:
             with ExitStack() as until_all_came:
                 self._listen(calls, until_all_came)
@@ -158,7 +156,6 @@ class TorchrunStarter(AgentStarter):
             place = None
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
             channel.limit(None)  # calls may take long, and each has a timeout of its own
-            self.followers |= {rank} if place.follows else set()
             self._admit(rank, place, RemoteAgent(partial(over, channel), partial(leave, channel)))
         else:
             channel.close()
@@ -205,16 +202,6 @@ class TorchrunStarter(AgentStarter):
             hint="start all ranks again with --resume, to go on from a checkpoint; claim more spares",
         )
 
-    def publish(self, result: RankZeroResult) -> None:
-        """Send the result of a call to the scripts of the other ranks."""
-        for rank in self.followers:
-            self.unsent[rank] = self.ranks[rank].actor.hear.remote(result)
-
     def _dismiss(self) -> None:
         for agent in self.ranks.values():
             agent.actor.close()
-
-    def close(self) -> None:
-        """End the agents, once the other ranks have all results. Idempotent."""
-        wait(self.unsent.values(), TIMEOUTS.results_sent)
-        super().close()

@@ -144,7 +144,7 @@ class Comms(ABC):
         """Return this device's end of the pipe from one device to another."""
 
     def abort(self) -> None:  # noqa: B027  most have nothing to end
-        """End all communication that is under way on this device, where its own timeout does not."""
+        """End all communication that is under way: this device has failed. Other timeouts may be late."""
 
 
 def speaks_in(plans: Plans, others: Plans) -> bool:

@@ -66,6 +66,9 @@ class InlineComms(Comms):
     def pipe(self, name: str, ends: Devices) -> "InlinePipe":
         return InlinePipe(self.world, name, *ends)
 
+    def abort(self) -> None:
+        self.world.stop()
+
 
 class InlineGroup(Group):
     """A group among threads: values are handed over, not copied."""
