@@ -13,8 +13,7 @@ from piper.ir.format import count, size
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
-from piper.run.session import Session
-from piper.run.sessions import Sessions
+from piper.run.session import Session, Sessions
 from piper.runtime.accelerator import accelerators, is_accelerator, module
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.memory_release import predicted_peak

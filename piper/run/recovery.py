@@ -35,8 +35,7 @@ from piper.run.run_events import (
     first_intact,
     repeatable,
 )
-from piper.run.session import Session
-from piper.run.sessions import Sessions
+from piper.run.session import Session, Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -108,6 +107,7 @@ class Recovery(Sessions):
         if self.current is not None:
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
+        self.starter.notice()
         while self.starter.warmed:
             address, took = self.starter.warmed.popleft()
             who = f"agent on {address}"

@@ -29,8 +29,7 @@ from piper.run.checkpointing import (
     with_states,
 )
 from piper.run.run_calls import RunCalls
-from piper.run.session import Session
-from piper.run.sessions import Sessions, asking
+from piper.run.session import Session, Sessions, asking
 from piper.run.whole_values import holders, whole_buffers, whole_parameters
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey, first_bad

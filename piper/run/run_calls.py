@@ -12,7 +12,7 @@ from piper.errors import ConfigError
 from piper.ir.json_fields import from_json, to_json
 from piper.ir.numbers import is_number
 from piper.plan.expert_table import ExpertTable, fits
-from piper.run.sessions import Sessions, asking
+from piper.run.session import Sessions, asking
 from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import Forward
 from piper.simulate.cluster import known_clusters, load_cluster

@@ -129,6 +129,9 @@ class Starter:
         """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
         return None
 
+    def notice(self) -> None:
+        """Note which spares have become warm. It is called between steps."""
+
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
         self.program, self.versions, self.places = program, versions, places

@@ -59,13 +59,7 @@ class InlineWorkerGroup(WorkerGroup):
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         if not needs_of(call).together:
             return {device: call(self.answers[device], value) for device, value in arguments.items()}
-        answers = self._together(call, arguments)
-        if call == WorkerAnswers.step and self.protects and self.program.plans.protection is None:
-            self._together(WorkerAnswers.protect, dict.fromkeys(self.devices))
-        return answers
-
-    def _together(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        """Let every device answer in its thread. An error of any is one that names the cause."""
+        # Every device answers in its thread. An error of any is one that names the cause.
         futures = {d: self.threads.submit(call, self.answers[d], value) for d, value in arguments.items()}
         wait(futures.values())
         for device, future in futures.items():

@@ -157,10 +157,10 @@ class RayStarter(AgentStarter):
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
         where = placement_group_table(self.placed)["bundles_to_node_id"]
         for bundle, node in ((int(index), node) for index, node in where.items()):
-            known = self.agents.get(bundle)
-            if known is not None and known[0].node == node and node in alive:
+            known = self.bundles.get(bundle)
+            if known is not None and known.agents[0].node == node and node in alive:
                 continue
-            self.agents.pop(bundle, None)
+            self.bundles.pop(bundle, None)
             if node in alive:
                 place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
                 actor = ray.remote(AgentProcess).options(
@@ -178,5 +178,5 @@ class RayStarter(AgentStarter):
         return lacking(len(self.machines), self.bundle, apart=self.apart)
 
     def _dismiss(self) -> None:
-        for agent in (agent for agents in self.agents.values() for agent in agents):
+        for agent in self._without(()):
             ray.kill(agent.actor)

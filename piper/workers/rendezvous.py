@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
@@ -278,15 +278,6 @@ def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
     return fetched_key(address.launch, world.rank) if key is None or address.launch else key
-
-
-def ranks_absent(ranks: Iterable[int]) -> LaunchError:
-    """Return the error of ranks that do not connect."""
-    return LaunchError(
-        f"rank {', '.join(map(str, ranks))} did not launch within {TIMEOUTS.meeting:g} s",
-        by="launch",
-        hint="every rank runs the same script: let all of them come to launch",
-    )
 
 
 def check_key(world: RankEnvironment) -> None:

@@ -17,7 +17,6 @@ class Timeouts:
     # Ending
     process_end: float = 10.0  # the driver waits for the end of killed workers: the system frees their memory
     fork_server_end: float = 2.0  # a fork server ends by itself, or it is killed
-    watch_end: float = 10.0  # a look at joining machines ends: it may ask Ray, which answers slowly
     ray_answers: float = 10.0  # the port of a Ray cluster, which Ray itself would try for minutes
     folder_removed: float = 10.0  # a folder that must not stay is removed, by another process
 

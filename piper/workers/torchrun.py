@@ -18,12 +18,12 @@ from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgen
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
     DriverAddress,
+    apart,
     check_key,
     given_key,
     offered_key,
     own_address,
     publish_address,
-    ranks_absent,
 )
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
@@ -121,7 +121,8 @@ class TorchrunStarter(AgentStarter):
                 while missing := [rank for rank in range(world.size) if rank not in self.ranks]:
                     self._accept(TIMEOUTS.accept)
                     if monotonic() > until:
-                        raise ranks_absent(missing)
+                        absent = f"rank {', '.join(map(str, missing))}"
+                        raise apart(world, f"{absent} did not launch within {TIMEOUTS.meeting:g} s")
             needed, bundles = len(self.machines) + -(-spares // self.width), len(self._bundles())
             if bundles < needed:
                 raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
@@ -184,10 +185,10 @@ class TorchrunStarter(AgentStarter):
         while self._accept(0.0):
             continue
         bundles = self._bundles()
-        self.agents = {bundle: agents for bundle, agents in self.agents.items() if bundle in bundles}
-        for bundle, agents in bundles.items():
-            if self.agents.get(bundle) != agents:
-                self._take(bundle, agents)
+        self.bundles = {name: known for name, known in self.bundles.items() if name in bundles}
+        for name, agents in bundles.items():
+            if name not in self.bundles or self.bundles[name].agents != agents:
+                self._take(name, agents)
 
     def _lacking(self) -> Exception:
         return LaunchError(

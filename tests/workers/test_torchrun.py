@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
@@ -20,7 +20,7 @@ from piper.recipe import load_recipe
 from piper.run.launch import check_launcher, launch_inline
 from piper.workers import rendezvous
 from piper.workers.rank_environment import RankEnvironment, rank_environment
-from piper.workers.rendezvous import apart, prefix, ranks_absent
+from piper.workers.rendezvous import apart, prefix
 from tests.hosts.training import events
 from tests.runtime.grid import batches, job
 from tests.workers.family import family, free_port, wait_for
@@ -319,8 +319,4 @@ def test_ranks_that_do_not_meet() -> None:
           at:   here:29500
           why:  timed out
           hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
-    """)
-    assert str(ranks_absent([1])) == cleandoc("""
-        launch: rank 1 did not launch within 120 s
-          hint: every rank runs the same script: let all of them come to launch
     """)
