@@ -100,7 +100,7 @@ class InlinePipe:
         self.world, self.key = world, (name, sender, receiver)
         self.put = world.boxes[self.key].put
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         self.put(value)
 
     def recv(self, form: Form) -> Tensor:
