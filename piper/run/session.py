@@ -228,7 +228,7 @@ class Session(SavedWorkers):
 
     def protect(self) -> None:
         """Copy the state into memory that outlives workers, where it is kept. Steps do so by themselves."""
-        if self.group.protects:
+        if self.group.versions is not None:
             self.ask_all(WorkerAnswers.protect, None)
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from piper.runtime.context import Dice
 from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.blame import Watcher, blame, private_marks
-from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.group import A, R, Starter, WorkerGroup, unread_values
 from piper.workers.processes import ProcessStatus, running
 from piper.workers.serve import WorkerAnswers, needs_of
 from piper.workers.transport.versions import Files, WorkerVersions
@@ -28,12 +28,11 @@ class InlineWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options, versions: Files | None = None) -> None:
         super().__init__(program, options)
-        self.versions, self.protects = versions, versions is not None
+        self.versions: Files | None = versions
         self.world = World(program.plans, options.timeout)
         self.worlds = [(program.plans, self.world)]  # and those of programs that have other communicators
         self.watchers = {
-            device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
-            for device in self.devices
+            device: Watcher(device, private_marks(), self.failures.append) for device in self.devices
         }
         self.workers: dict[int, Worker] = {}
         self.answers: dict[int, WorkerAnswers] = {}

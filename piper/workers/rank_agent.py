@@ -72,19 +72,12 @@ class RankAgent(MachineAgent):
 
     warm_servers: list[ForkServer] = []  # noqa: RUF012  of agents that have ended: the next need not import torch
 
-    def __init__(self, key: bytes) -> None:
-        super().__init__()
-        self.key = key
-
     def warm(self) -> None:
         """Start the fork server, or take that of an agent that has ended."""
         if self.forks is None:
             with suppress(IndexError):
                 self.forks = self.warm_servers.pop()
         super().warm()
-
-    def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
-        return super().start(device, driver, self.key, width, values)
 
     def terminate(self) -> None:
         """Send SIGTERM to the worker, which reports it to the driver: the system ends this rank."""

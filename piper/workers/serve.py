@@ -33,7 +33,7 @@ from piper.runtime.comm.staged import StagedComms
 from piper.runtime.recorders import DeviceProfile, OutputKey
 from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.worker import Sums, Worker
-from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
+from piper.workers.blame import Watcher, failure_of
 from piper.workers.messages import CODEC, Assignment, BatchSlice, Leaving, unpack_setup
 from piper.workers.processes import ClosedError, Termination, map_marks
 from piper.workers.rendezvous import LOOPBACK
@@ -221,7 +221,7 @@ class WorkerServer(WorkerAnswers):
         self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
     def _watched(self, act: Callable[[], object]) -> object:
-        """Call a function in the thread of steps. A failure of any stream is raised, while others wait."""
+        """Return what a function returns in the thread of steps, or the first failure of any stream."""
 
         def run() -> None:
             try:
@@ -230,19 +230,15 @@ class WorkerServer(WorkerAnswers):
                 self.watcher.fail(error)
 
         self.steps.submit(run)
-        answer = self.answers.get()
-        if isinstance(answer, Failure):
-            raise ReportedError(answer)
-        return answer
+        return self.answers.get()
 
     def answer(self, call: str, argument: object) -> object:
         """Answer a call. A failure is an answer too."""
         try:
             act = partial(getattr(self, call), argument)
-            answer: object = self._watched(act) if NEEDS.get(call, Needs()).together else act()
+            return self._watched(act) if NEEDS.get(call, Needs()).together else act()
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
             return failure_of(self.device, error)
-        return answer
 
 
 def main(descriptors: Sequence[int]) -> int:
