@@ -274,22 +274,18 @@ def no_room(
     )
 
 
-def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the devices of each machine, and whether copies of the state need them on different machines."""
+def machines_of(plans: Plans, width: int | None = None) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the devices of each machine, and whether copies of the state need them on different machines.
+
+    width: for how many devices each machine has workers. None: for as many as it is given.
+    """
     asked, devices = plans.protection, plans.devices
-    if asked is None or not asked.copies or asked.apart == "device":
-        return [(device,) for device in devices], False
-    return [*asked.domains(devices).values()], True
-
-
-def packed_machines(plans: Plans, width: int) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the same as `machines_of` for machines that each have workers for `width` devices."""
-    machines, apart = machines_of(plans)
-    if not apart:  # any devices can share a machine
-        devices = [device for machine in machines for device in machine]
-        return [tuple(devices[n : n + width]) for n in range(0, len(devices), width)], False
+    if asked is None or not asked.copies or asked.apart == "device":  # any devices can share a machine
+        each = width or 1
+        return [tuple(devices[n : n + each]) for n in range(0, len(devices), each)], False
+    machines = [*asked.domains(devices).values()]
     most = max(map(len, machines))
-    if most > width:
+    if width is not None and most > width:
         raise LaunchError(
             "machines have too few workers for this number of devices",
             by="launch",

@@ -25,7 +25,7 @@ from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent import Agent, AgentCalls, AgentProcess, no_room, packed_machines
+from piper.workers.agent import Agent, AgentCalls, AgentProcess, machines_of, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.processes import folder_for_now
 from piper.workers.timeouts import TIMEOUTS
@@ -172,7 +172,7 @@ class RayStarter(AgentStarter):
                 self._take(bundle, tuple(agents))
 
     def _arrange(self, plans: Plans) -> None:
-        self.machines, self.apart = packed_machines(plans, self.width)  # bundles stay as they were claimed
+        self.machines, self.apart = machines_of(plans, self.width)  # bundles stay as they were claimed
 
     def _lacking(self) -> Exception:
         return lacking(len(self.machines), self.bundle, apart=self.apart)
