@@ -63,13 +63,7 @@ class RunWithExperts(Protocol):
 
 
 class Callback:
-    """A callback that does nothing. Override what you need.
-
-    everywhere: it runs on every rank of a torchrun job, so it must decide the same on each and write nothing.
-    Otherwise it runs on rank 0 alone.
-    """
-
-    everywhere = False
+    """A callback that does nothing. Override what you need. Under torchrun it runs on rank 0."""
 
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
         """Run after a step. Steps count from 1."""
@@ -146,8 +140,6 @@ class EarlyStopping(Best):
 
     metric: `loss`, or one of the metrics. least: what an improvement must exceed.
     """
-
-    everywhere = True
 
     def __init__(
         self,

@@ -12,19 +12,21 @@ from functools import wraps
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
 
 from piper.errors import PiperError
 from piper.version import VERSION
+from piper.workers.rank_environment import RANKS, rank_environment
 
 VERBS = (
     *("plan", "check", "simulate", "train", "tune", "profile", "diff", "selftest", "schedule", "view"),
     *("init", "export", "import"),
 )
 SCHEMA = 1  # of schema.json: raised when a field of a report goes, or means something else. New ones may come
+P = ParamSpec("P")
 SUCCESS = 0
 NO = 1  # the answer of a check
 USER_ERROR = 2
@@ -71,6 +73,26 @@ class Answer:
     report: Mapping[str, object]  # as schema.json says
     show: str | Callable[[], object]
     code: int = SUCCESS
+
+
+def on_rank_zero(verb: Callable[P, Answer]) -> Callable[P, Answer]:
+    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
+
+    @wraps(verb)
+    def act(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        world = rank_environment() if kwargs["on"] in RANKS else None
+        if world is None:
+            return verb(*args, **kwargs)
+        if world.leads:
+            from piper.workers.rendezvous import leading  # torch is paid for only where it is used
+
+            with leading(world):
+                return verb(*args, **kwargs)
+        from piper.workers.rank_agent import attend
+
+        sys.exit(attend(world))
+
+    return act
 
 
 def with_json(name: str, verb: Callable[..., Answer]) -> Callable[..., None]:

@@ -5,8 +5,17 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Annotated
 
-from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile, option
-from piper.workers.rank_zero import on_rank_zero
+from piper.cli.application import (
+    NO,
+    SUCCESS,
+    Answer,
+    Compile,
+    Device,
+    Recipe,
+    StrategyFile,
+    on_rank_zero,
+    option,
+)
 
 
 @on_rank_zero

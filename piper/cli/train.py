@@ -16,11 +16,11 @@ from piper.cli.application import (
     Recipe,
     RunFolder,
     StrategyFile,
+    on_rank_zero,
     option,
 )
 from piper.train.interrupt import GRACE
 from piper.view.provenance import METRICS
-from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
     from piper.train.measure import Outcome

@@ -93,13 +93,13 @@ class ElasticRecovery(Recovery):
         except ConfigError as error:
             self.unsaved = error  # of a checkpoint, which this change does not need
         with self._folder(where) as state:
-            self.call("write", lambda: self.session.write(state, None, wait=True, keep=None))
+            self.call(lambda: self.session.write(state, None, wait=True, keep=None))
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
         self._resized(self.done, before, "lost ones are tried" if self.shrunk else "as asked")
         self.shrunk = devices < self.sizes.most and self.shrunk
-        self.call("protect", self._protect)
+        self.call(self._protect)
 
     def _where(self) -> Path | None:
         """Return the folder in which the state can move: all workers see it. None: there is none."""

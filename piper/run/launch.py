@@ -2,10 +2,10 @@
 
 import logging
 import os
+import sys
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal, get_args
 
 from piper.errors import ConfigError, LaunchError
@@ -13,8 +13,7 @@ from piper.ir.format import count, size
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
-from piper.run.session import Session
-from piper.run.sessions import FollowerSessions, LeaderSessions, Sessions
+from piper.run.session import Session, Sessions
 from piper.runtime.accelerator import accelerators, is_accelerator, module
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.memory_release import predicted_peak
@@ -23,9 +22,8 @@ from piper.runtime.worker import Options
 from piper.workers.group import Starter
 from piper.workers.inline import InlineStarter
 from piper.workers.local import LocalStarter
-from piper.workers.rank_agent import RankZeroResult, ServedAgent
+from piper.workers.rank_agent import attend
 from piper.workers.rank_environment import RANKS, RankEnvironment, check_size, check_started, rank_environment
-from piper.workers.rendezvous import check_key, find_address, next_launch
 from piper.workers.results import Resumed
 from piper.workers.serve import crowded
 from piper.workers.single_rank import SingleRankGroup, single_rank_error
@@ -60,7 +58,8 @@ def launch(
     Without a block they end with `run.close()`, when nothing refers to the run any more, or with the process.
 
     on: threads of this process, processes of this machine, Ray, or the ranks of torchrun, which `local` takes
-    too where there are any: each has the worker of a device, runs the same script and gets the same results.
+    too where there are any: each has the worker of a device. Rank 0 goes on with the script. In the others
+    this does not return: they have workers for all that rank 0 launches, and end when its script has ended.
     Or `rank:N`: device N of the plan alone, with real kernels and memory, and communication that moves
     nothing but takes its time.
     timeout: seconds that any one wait may take before the step ends with an error.
@@ -91,8 +90,8 @@ def launch(
         elif resume is not None:
             run.folder = Path(resume)
             log.warning("%s has no complete checkpoint yet: starting at the first step", resume)
-    except BaseException as error:
-        run.__exit__(type(error), error, error.__traceback__)
+    except BaseException:
+        run.close()
         raise
     return run
 
@@ -106,16 +105,10 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
         check_static(setup_of(program), program.plans, options.looks, by_host=through)
     if on.startswith(ALONE):
         return launch_single_rank(program, on, options, cluster=cluster)
-    world = ranks_of(on)
-    if world is None:
-        return start_run(Sessions(program, options, starter_of(program, on)))
-    if world.leads:
-        return start_run(LeaderSessions(program, options, TorchrunStarter(program, world)))
-    check_size(world, len(program.plans.devices))
-    check_key(world)
-    results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
-    agent = ServedAgent(world, find_address(world, next_launch(world)), results.put)
-    return start_run(FollowerSessions(program, options, results, agent))
+    if (world := ranks_of(on)) is not None and not world.leads:
+        check_size(world, len(program.plans.devices))
+        sys.exit(attend(world))  # the script goes on in rank 0
+    return start_run(Sessions(program, options, starter_of(program, on)))
 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:

@@ -35,8 +35,7 @@ from piper.run.run_events import (
     first_intact,
     repeatable,
 )
-from piper.run.session import Session
-from piper.run.sessions import Sessions
+from piper.run.session import Session, Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -108,6 +107,7 @@ class Recovery(Sessions):
         if self.current is not None:
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
+        self.starter.notice()
         while self.starter.warmed:
             address, took = self.starter.warmed.popleft()
             who = f"agent on {address}"
@@ -136,12 +136,12 @@ class Recovery(Sessions):
         """Return the seconds without progress after which the job has stalled."""
         return self.times.stall(self.options.timeout) if self.given_stall is None else self.given_stall
 
-    def call(self, name: str, act: Callable[[], T]) -> T:
+    def call(self, act: Callable[[], T], *, steps: int = 0) -> T:
         """Return what a function returns, over as many failures as there are retries."""
         while True:
             if self.closed:
                 raise ended()
-            self.at = self.done + (name == "step")
+            self.at = self.done + steps
             try:
                 if self.current is None:
                     self._start()
@@ -152,7 +152,7 @@ class Recovery(Sessions):
                 self._fail(error)
 
     def begin(self) -> None:
-        self.call("begin", lambda: None)
+        self.call(lambda: None)
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""

@@ -8,7 +8,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self, cast
@@ -23,19 +23,16 @@ from piper.errors import ConfigError
 from piper.process.usercode import named
 from piper.run.checkpointing import (
     checkpoints_at,
-    checkpoints_of,
     load_newest,
     prepare_saves,
     run_folder,
     with_states,
 )
-from piper.run.nans import first_bad
 from piper.run.run_calls import RunCalls
-from piper.run.session import Session
-from piper.run.sessions import Sessions, asking
+from piper.run.session import Session, Sessions, asking
 from piper.run.whole_values import holders, whole_buffers, whole_parameters
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
-from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
+from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey, first_bad
 from piper.runtime.setup import ProgramLike
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 from piper.workers.serve import WorkerAnswers
@@ -45,8 +42,6 @@ log = logging.getLogger("piper")
 
 class Watch(Callback):
     """What `piper train` adds to the loop: a callback that runs before those of the job. This is empty."""
-
-    everywhere = True
 
     def begin(self, step: int) -> None:
         """Run before the batch of a step is taken."""
@@ -85,7 +80,6 @@ class Run(RunCalls):
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.sessions.failed = error is not None
         self.close()
 
     @property
@@ -172,12 +166,12 @@ class Run(RunCalls):
         is the `last`. Return the result of an evaluation.
         """
         self._check_finite(step, result)
-        for callback in self._callbacks():
+        for callback in self._callbacks:
             callback.on_step(self, step, result)
         asked, evaluated = self.program.job.evaluate, None
         if asked is not None and (step % asked.every == 0 or step == last):
             evaluated = self.evaluate()
-            for callback in self._callbacks():
+            for callback in self._callbacks:
                 callback.on_evaluate(self, step, evaluated)
         if self.watch.between(self):
             self.stop()
@@ -199,23 +193,17 @@ class Run(RunCalls):
 
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop of your own too."""
-        for callback in self._callbacks():
+        for callback in self._callbacks:
             callback.on_end(self, step)
 
-    def _callbacks(self) -> Iterator[Callback]:
-        """Yield the callbacks that run in this process."""
-        for callback in (self.watch, *self.program.job.callbacks):
-            if self.sessions.drives or callback.everywhere:
-                yield callback
+    @property
+    def _callbacks(self) -> Sequence[Callback]:
+        return (self.watch, *self.program.job.callbacks)
 
     def _prepare_saves(self) -> None:
         """Find out where checkpoints go, before the first step: not among those of another run."""
-        if self.saves_to is not None or not self.saves:
-            return
-        if self.sessions.drives:
+        if self.saves_to is None and self.saves:
             self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
-        else:  # rank 0 looks at the folder, and may have saved already
-            self.saves_to = checkpoints_of(self.folder, self.program.job)
 
     def _own(self, path: Path) -> bool:
         """Return whether the run goes on from a checkpoint, or from a later one of its folder."""
@@ -247,7 +235,7 @@ class Run(RunCalls):
             log.warning("warning: %s", error)
         try:
             self.save(path, wait=last, keep=wanted.keep)
-            for callback in self._callbacks():
+            for callback in self._callbacks:
                 callback.on_save(self, step, path)
         except (UnwrittenError, UndroppedError) as error:
             if last and isinstance(error, UnwrittenError):

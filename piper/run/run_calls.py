@@ -12,7 +12,7 @@ from piper.errors import ConfigError
 from piper.ir.json_fields import from_json, to_json
 from piper.ir.numbers import is_number
 from piper.plan.expert_table import ExpertTable, fits
-from piper.run.sessions import Sessions, asking
+from piper.run.session import Sessions, asking
 from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import Forward
 from piper.simulate.cluster import known_clusters, load_cluster
@@ -59,7 +59,7 @@ class RunCalls:
         shape of batches: give the same function each time.
         """
         check_fields(batch, "predict")
-        return self.sessions.call("predict", lambda: self.sessions.session.predict(batch, forward))
+        return self.sessions.call(lambda: self.sessions.session.predict(batch, forward))
 
     @property
     def optimizer(self) -> "list[OptimizerGroup]":
@@ -80,7 +80,7 @@ class RunCalls:
     @property
     def routed(self) -> Mapping[str, Sequence[int]]:
         """Return the rows of each expert in the last step, by regions whose experts can move."""
-        return self.sessions.call("routed", lambda: self.sessions.session.rows)
+        return self.sessions.call(lambda: self.sessions.session.rows)
 
     def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
         """Compute experts where tables say, by region, from the next step on. No state moves."""

@@ -15,11 +15,12 @@ from piper.ir.mesh import axis_through
 from piper.plan.expert_table import ExpertTable
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
+from piper.plan.ops import Rows
 from piper.plan.plan import Plan
 from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Clones, Layout, own_slice
 from piper.runtime.bucket_state import HostMemory
-from piper.runtime.comm.base import Comms, Group
+from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.device_state import DeviceState
 from piper.runtime.expert_exchange import Division
 from piper.runtime.setup import Initial, Setup
@@ -105,6 +106,7 @@ class Env:
         self.makers: dict[SlotId, str] = {  # the stream that allocates each slot
             slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()
         }
+        self.forms: dict[int, dict[tuple[str, str | None], Form]] = {}  # of what devices send
         self.host_memory = HostMemory()
         self.streams: Mapping[str, torch.Stream] = {}  # on an accelerator, of the executor; empty: all on one
         self.batch: Mapping[str, BatchField] = {}
@@ -142,6 +144,34 @@ class Env:
             case "param":
                 return self.state.holdings[slot.owner].param
         return None  # the optimizer keeps its own state; the total is written by the step
+
+    def arriving(self, ins: Instr) -> Form:
+        """Return the shape and type of what a receive brings."""
+        assert ins.comm is not None
+        sender, _ = self.comms.comms[ins.comm].group_of(self.device, "recv")
+        return self.sent_by(sender)[ins.node, ins.comm]
+
+    def sent_by(self, device: int) -> Mapping[tuple[str, str | None], Form]:
+        """Return the shape and type of all that a device sends, by node and communicator."""
+        if device not in self.forms:
+            instrs = self.setup.plans.of(device).instrs
+            # A sum of gradients lies with those who read the value: it has their samples, as these have.
+            sums = {ins.writes[0]: ins.reads[0] for ins in instrs if ins.op == "add"}
+            sends = (ins for ins in instrs if ins.op == "send")
+            self.forms[device] = {(ins.node, ins.comm): self._form(ins, sums) for ins in sends}
+        return self.forms[device]
+
+    def _form(self, send: Instr, sums: Mapping[SlotId, SlotId]) -> Form:
+        slot = send.reads[0]
+        while slot in sums:
+            slot = sums[slot]
+        assert slot.kind in ("output", "input_gradient"), f"{slot} is not a value between chunks"
+        chunk = self.chunks[slot.owner]
+        spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
+        shape = spec.shape
+        if isinstance(rows := send.payload, Rows):
+            shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
+        return Form(shape, getattr(torch, spec.dtype))
 
     def at(self, slot: SlotId) -> int:
         """Return the number of a slot."""

@@ -11,7 +11,7 @@ from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Instr
 from piper.plan.ops import Op, Routing, Rows
 from piper.runtime import gradients
-from piper.runtime.comm.base import Form, Group
+from piper.runtime.comm.base import Group
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env, writing
 from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
@@ -23,10 +23,14 @@ def send(env: Env, ins: Instr) -> Bound:
     """Hand a value, or some of its rows, to another device."""
     assert ins.comm is not None
     pipe, slots, source = env.comms.outgoing(ins.comm), env.slots, env.at(ins.reads[0])
-    cut, form = row_cut(ins), Form()
+    cut, form = row_cut(ins), env.sent_by(env.device)[ins.node, ins.comm]
 
     def run() -> None:
-        pipe.send(cut(cast(Tensor, slots[source])), form)
+        value = cut(cast(Tensor, slots[source]))
+        assert (value.shape, value.dtype) == form, (
+            f"{ins.node} sends another shape or type than its receiver takes"
+        )
+        pipe.send(value)
 
     return run
 
@@ -35,7 +39,7 @@ def recv(env: Env, ins: Instr) -> Bound:
     """Take a value from another device."""
     assert ins.comm is not None
     pipe, slots, target = env.comms.incoming(ins.comm), env.slots, env.at(ins.writes[0])
-    form = Form()
+    form = env.arriving(ins)
 
     def run() -> None:
         slots[target] = pipe.recv(form)

@@ -80,7 +80,6 @@ class Worker:
         initial: Initial,
         options: Options,
         dice: Dice | None = None,
-        on_failure: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
         show: Show = lambda places: None,
         kernels: Kernels = KERNELS,
@@ -114,14 +113,14 @@ class Worker:
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
         self.holder = self.env.state  # the layout in which the state is
-        self.executor = self._executor(bound, options, on_failure)
+        self.executor = self._executor(bound, options)
 
     def _executor(
-        self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
+        self, bound: Sequence[Bound], options: Options
     ) -> Executor | StreamExecutor | GraphExecutor:
         """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
         env = self.env
-        bindings = (env.plan, bound, env.slots, env.index, self.device, on_failure, self._fetch)
+        bindings = (env.plan, bound, env.slots, env.index, self.device, env.comms.abort, self._fetch)
         if not is_accelerator(self.setup.device):
             return Executor(*bindings, streams=options.streams, timeout=options.timeout)
         executor = StreamExecutor(
@@ -199,7 +198,6 @@ class Worker:
         setup: Setup,
         comms: Comms,
         initial: Initial,
-        on_failure: Callable[[], None] = lambda: None,
         *,
         trains: bool = False,
     ) -> None:
@@ -223,7 +221,6 @@ class Worker:
             initial,
             options,
             self.env.dice,
-            on_failure,
             self.watch,
             self.show,
             self.kernels,

@@ -214,16 +214,15 @@ def pipes(dtype: torch.dtype) -> CommCase:
 
     def act(comms: Comms, rank: int, mine: Tensor) -> list[Tensor]:
         out, into = comms.outgoing("ring"), comms.incoming("ring")
-        outward, inward = ([Form() for _ in PIPED] for _ in range(2))
         got: list[Tensor] = []
         for step in range(2):
             # A send may wait for its receive, so half of the ranks receive first.
             for receive in (rank % 2 == 1, rank % 2 == 0):
                 if receive:
-                    got += [into.recv(form) for form in inward]
+                    got += [into.recv(Form(shape, dtype)) for shape in PIPED]
                     continue
-                for shape, form in zip(PIPED, outward, strict=True):
-                    out.send(mine.new_full(shape, 10 * rank + step), form)
+                for shape in PIPED:
+                    out.send(mine.new_full(shape, 10 * rank + step))
         return got
 
     def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:

@@ -217,9 +217,9 @@ def timed(rank: Rank, act: Callable[[], object]) -> list[float]:
 
 def transfer_times(rank: Rank, source: int, nbytes: int) -> list[float]:
     """Send a tensor from a rank to the next. Return the seconds that this rank takes."""
-    value, form = torch.zeros(nbytes, dtype=torch.uint8, device=rank.device), Form()
+    value, form = torch.zeros(nbytes, dtype=torch.uint8, device=rank.device), Form((nbytes,), torch.uint8)
     acts = {
-        source: lambda: rank.comms.outgoing("ring").send(value, form),
+        source: lambda: rank.comms.outgoing("ring").send(value),
         (source + 1) % rank.size: lambda: rank.comms.incoming("ring").recv(form),
     }
     return timed(rank, acts.get(rank.number, lambda: None))

@@ -18,6 +18,7 @@ from typing import Any
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
 from piper.workers.processes import (
+    STREAMS,
     Place,
     ProcessStatus,
     SharedFile,
@@ -44,10 +45,10 @@ class WorkerProcess:
         self.process = 0  # 0: none was started
         self.marks: memoryview | None = None
 
-    def fork(self, way: int, values: int, width: int) -> int:
+    def fork(self, way: int, values: int) -> int:
         """Fork the worker; `way`: to its driver, `values`: the file of the initial values."""
         assert self.forks is not None
-        marks = nameless_file(8 * width)  # shared: it is read also when the worker is dead or stopped
+        marks = nameless_file(8 * STREAMS)  # shared: it is read also when the worker is dead or stopped
         self.marks = map_marks(marks)
         try:
             self.process = self.forks.fork([way, marks, values])
@@ -73,8 +74,10 @@ class WorkerProcess:
 class MachineAgent(WorkerProcess):
     """Starts the worker of a device again and again, and holds its versions."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        """Prepare to fork; `key`: of the job, which is not sent where the agent knows it."""
         super().__init__()
+        self.key = key
         self.values: int | None = None  # the file of the initial values, for all workers of this machine
         self.owner = ""  # the versions whose memory this is
         self.memory: dict[int, list[int]] = {}  # a file for each generation, by device
@@ -94,14 +97,14 @@ class MachineAgent(WorkerProcess):
         write_at(self.values, 0, values)  # on Ray it is an array, whose bytes are not copied on the way
         return SharedFile.of(self.values)
 
-    def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
+    def start(self, device: int, driver: tuple[str, int], key: bytes, values: SharedFile) -> int:
         """Fork the worker of a device, which connects to its driver. Return its process id."""
         self.end()
         self.warm()
         ticket, values_file = nameless_file(0), values.open()
-        os.pwrite(ticket, json.dumps((*driver, key.hex(), device)).encode(), 0)
+        os.pwrite(ticket, json.dumps((*driver, (self.key or key).hex(), device)).encode(), 0)
         try:
-            return self.fork(ticket, values_file, width)
+            return self.fork(ticket, values_file)
         finally:
             os.close(ticket)
             os.close(values_file)
@@ -271,22 +274,18 @@ def no_room(
     )
 
 
-def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the devices of each machine, and whether copies of the state need them on different machines."""
+def machines_of(plans: Plans, width: int | None = None) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the devices of each machine, and whether copies of the state need them on different machines.
+
+    width: for how many devices each machine has workers. None: for as many as it is given.
+    """
     asked, devices = plans.protection, plans.devices
-    if asked is None or not asked.copies or asked.apart == "device":
-        return [(device,) for device in devices], False
-    return [*asked.domains(devices).values()], True
-
-
-def packed_machines(plans: Plans, width: int) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the same as `machines_of` for machines that each have workers for `width` devices."""
-    machines, apart = machines_of(plans)
-    if not apart:  # any devices can share a machine
-        devices = [device for machine in machines for device in machine]
-        return [tuple(devices[n : n + width]) for n in range(0, len(devices), width)], False
+    if asked is None or not asked.copies or asked.apart == "device":  # any devices can share a machine
+        each = width or 1
+        return [tuple(devices[n : n + each]) for n in range(0, len(devices), each)], False
+    machines = [*asked.domains(devices).values()]
     most = max(map(len, machines))
-    if most > width:
+    if width is not None and most > width:
         raise LaunchError(
             "machines have too few workers for this number of devices",
             by="launch",

@@ -1,10 +1,9 @@
 """Starts the workers of a program on several machines, through agents that outlive workers."""
 
-import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from threading import RLock
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, cast
 
@@ -19,12 +18,22 @@ from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.versions import Versions, too_little
 
 
+@dataclass(slots=True, eq=False)
+class Bundle:
+    """The agents of a machine, one for each of its devices."""
+
+    agents: tuple[Agent, ...]
+    warm: list[Any]  # calls that end when they are warm
+    since: (
+        float | None
+    )  # when they were taken. None: they have a device, or were reported once they were warm
+    short: ShortMachine | None = None  # of memory, if it is
+
+
 class AgentStarter(Starter):
     """Starts the workers of a program again and again, through agents on the machines that are left.
 
-    A bundle has an agent for each device of a machine. Agents of spares import torch too, and so do those of
-    machines that join later: a thread looks for them once the first workers run. The driver and this thread
-    hold `lock` while they read or change the agents.
+    Agents of spares import torch too, and so do those of machines that join later: `notice` looks for them.
     """
 
     versions: AgentVersions | None
@@ -37,14 +46,9 @@ class AgentStarter(Starter):
         self.machines, self.apart = machines_of(program.plans)
         self.width = max(map(len, self.machines))
         self.group: AgentWorkerGroup | None = None
-        self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
-        self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
+        self.bundles: dict[int, Bundle] = {}
         self.used: dict[int, int] = {}  # the bundle of each machine
-        self.lock = RLock()
-        self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
-        self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
-        self.watcher: threading.Thread | None = None  # looks for machines that join
-        self.closed = threading.Event()
+        self.looks_at = 0.0  # when `notice` looks again
 
     @abstractmethod
     def _hire(self) -> None:
@@ -52,40 +56,29 @@ class AgentStarter(Starter):
 
     def _take(self, bundle: int, agents: tuple[Agent, ...]) -> None:
         """Take new agents into a bundle, as a spare: they hold nothing that the ones before them held."""
-        self.agents[bundle] = agents
-        self.warm[bundle] = [agent.actor.warm.remote() for agent in agents]
-        self.taken[bundle] = monotonic()
-        self.unfit.pop(bundle, None)
+        warm = [agent.actor.warm.remote() for agent in agents]
+        self.bundles[bundle] = Bundle(agents=agents, warm=warm, since=monotonic())
         self.used = {machine: used for machine, used in self.used.items() if used != bundle}
 
-    def watch(self) -> None:
-        """Look for machines that join, in a thread of its own. Idempotent."""
-        if self.watcher is None:
-            self.watcher = threading.Thread(target=self._watch, name="agent watch", daemon=True)
-            self.watcher.start()
-
-    def _watch(self) -> None:
-        starting = True  # the agents of spares, when a job begins
-        while not self.closed.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
+    def notice(self) -> None:
+        """Take agents of machines that have joined, and note which spares have become warm."""
+        if monotonic() >= self.looks_at:
             starting = self._notice()
+            self.looks_at = monotonic() + (TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll)
 
     def _notice(self) -> bool:
-        """Take agents of machines that have joined. Return whether agents still start."""
-        with self.lock:
-            try:
-                self._hire()
-            except self.calls.lost:
-                return True  # the cluster does not answer now; a start that needs agents asks it again
-            for bundle, since in [*self.taken.items()]:
-                if bundle not in self.agents:
-                    del self.taken[bundle]
-                elif self.calls.finished(self.warm[bundle]):
-                    del self.taken[bundle]
-                    answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
-                    if len(answered) == len(self.warm[bundle]):  # else agents are lost
-                        address = self.agents[bundle][0].address
-                        self.warmed.append((address, monotonic() - since))
-            return bool(self.taken)
+        """Do so now. Return whether agents still start."""
+        try:
+            self._hire()
+        except self.calls.lost:
+            return True  # the cluster does not answer now; a start that needs agents asks it again
+        for bundle in self.bundles.values():
+            if bundle.since is not None and self.calls.finished(bundle.warm):
+                took, bundle.since = monotonic() - bundle.since, None
+                answered = self.calls.answers(dict(enumerate(bundle.warm)))
+                if len(answered) == len(bundle.warm):  # else agents are lost
+                    self.warmed.append((bundle.agents[0].address, took))
+        return any(bundle.since is not None for bundle in self.bundles.values())
 
     @abstractmethod
     def _lacking(self) -> Exception:
@@ -94,23 +87,19 @@ class AgentStarter(Starter):
     @property
     def near(self) -> bool:
         """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
-        with self.lock:
-            with suppress(*self.calls.lost):  # the cluster does not answer now: those that are known count
-                self._hire()
-            return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
+        with suppress(*self.calls.lost):  # the cluster does not answer now: those that are known count
+            self._hire()
+        return {agent.address for agent in self._without(())} <= {self.calls.own}
 
     def start(self, options: Options) -> AgentWorkerGroup:
         """Start a worker for each device."""
         try:
-            with self.lock:  # all the time: no agent that is chosen now is reported as a spare
-                agents = self._agents()
-                self._place(agents)
+            agents = self._agents()
+            self._place(agents)
             self.group = group = AgentWorkerGroup(self, options, agents, self.calls)
             group.begin()
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
-        if self.versions is not None:
-            self.watch()
         return group
 
     def _place(self, agents: Mapping[int, Agent]) -> None:
@@ -123,8 +112,7 @@ class AgentStarter(Starter):
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
         super().use(program, versions, places)
-        with self.lock:
-            self._arrange(program.plans)
+        self._arrange(program.plans)
 
     def _arrange(self, plans: Plans) -> None:
         """Divide the devices of another program among machines."""
@@ -138,16 +126,18 @@ class AgentStarter(Starter):
             self._hire()
             ranks = self._ranks(len(self.machines))
             chosen, late = self._chosen(ranks), monotonic() > began + TIMEOUTS.machines_come
-            starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
+            starting = [call for bundle in chosen if ranks[bundle] for call in self.bundles[bundle].warm]
             enough = len(chosen) == len(self.machines)
             if enough and (late or not starting):
                 if self._pass_over(chosen):
                     continue
                 self.used = self._placed(chosen)
-                self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+                for bundle in chosen:
+                    self.bundles[bundle].since = None
                 return self._by_device(self.used)
-            if self.unfit and not enough and (late or self.group is None):
-                best = max(self.unfit.values(), key=lambda machine: machine.has)
+            short = [bundle.short for bundle in self.bundles.values() if bundle.short is not None]
+            if short and not enough and (late or self.group is None):
+                best = max(short, key=lambda machine: machine.has)
                 asked = self.program.plans.protection
                 raise too_little(best.needs, best.has, asked, f" of {best.address}")
             if late:
@@ -174,7 +164,7 @@ class AgentStarter(Starter):
         return {
             device: agent
             for machine, bundle in placed.items()
-            for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
+            for device, agent in zip(self.machines[machine], self.bundles[bundle].agents, strict=False)
         }
 
     def _pass_over(self, chosen: Sequence[int]) -> bool:
@@ -185,28 +175,27 @@ class AgentStarter(Starter):
         agents = self._by_device(placed)
         short = self.versions.short(agents, self._without(agents.values()))
         for node, machine in short.items():
-            there = [b for b in placed.values() if self.agents[b][0].node == node]
+            there = [b for b in placed.values() if self.bundles[b].agents[0].node == node]
             new = [b for b in there if b not in self.used.values()] or there
-            self.unfit[new[-1]] = machine  # one at a time: the others may fit without it
+            self.bundles[new[-1]].short = machine  # one at a time: the others may fit without it
             self.passed_over.append(machine)
         return bool(short)
 
     def _without(self, used: Iterable[Agent]) -> list[Agent]:
         """Return the agents that have no device."""
         busy = [*used]
-        return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
+        return [agent for bundle in self.bundles.values() for agent in bundle.agents if agent not in busy]
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can start now. warm: only on agents with torch imported."""
         until = monotonic() + (0.0 if warm else TIMEOUTS.agents_settle)
         while True:
-            with self.lock:
-                with suppress(*self.calls.lost):
-                    self._hire()
-                ranks = self._ranks(len(self.agents))
-                chosen = self._chosen(ranks)
-                if not warm and len(chosen) == len(self.machines) and self._pass_over(chosen):
-                    continue
+            with suppress(*self.calls.lost):
+                self._hire()
+            ranks = self._ranks(len(self.bundles))
+            chosen = self._chosen(ranks)
+            if not warm and len(chosen) == len(self.machines) and self._pass_over(chosen):
+                continue
             count = sum(not (warm and starting) for starting in ranks.values())
             if count >= len(self.machines) or monotonic() > until:
                 return self.width * count
@@ -215,30 +204,31 @@ class AgentStarter(Starter):
     def _ranks(self, wanted: int) -> dict[int, int]:
         """Return the bundles that live and have memory: 0 if their agents are warm, 1 if they still start."""
         finished = self.calls.finished
-        ranks = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
+        ranks = {name: 1 for name, bundle in self.bundles.items() if not finished(bundle.warm)}
         asked = {
-            bundle: [agent.actor.look.remote() for agent in agents]
-            for bundle, agents in self.agents.items()
-            if bundle not in ranks
+            name: [agent.actor.look.remote() for agent in bundle.agents]
+            for name, bundle in self.bundles.items()
+            if name not in ranks
         }
         # It takes long to see that a machine is lost: `wanted` answers are enough.
         until = monotonic() + TIMEOUTS.agent_answers
         while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
             finished([call for calls in asked.values() for call in calls], TIMEOUTS.agent_poll_soon)
-        for bundle, calls in asked.items():
+        for name, calls in asked.items():
             try:
                 if finished(calls):
                     for call in calls:
                         self.calls.get(call, TIMEOUTS.agent_answers)
-                    ranks[bundle] = 0
+                    ranks[name] = 0
             except self.calls.lost:
-                del self.agents[bundle]  # others take their place, if the machine lives
-        self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
-        again = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
-        for bundle, free in self.calls.answers(again).items():  # machines that had too little memory
-            if free is None or cast(int, free) >= self.unfit[bundle].needs:
-                del self.unfit[bundle]
-        return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
+                del self.bundles[name]  # others take their place, if the machine lives
+        there = {name: self.bundles[name] for name in ranks}
+        again = {n: bundle.agents[0].actor.room.remote() for n, bundle in there.items() if bundle.short}
+        for name, free in self.calls.answers(again).items():  # machines that had too little memory
+            short = there[name].short
+            if free is None or (short is not None and cast(int, free) >= short.needs):
+                there[name].short = None
+        return {name: rank for name, rank in ranks.items() if there[name].short is None}
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
         """Let workers fail after `stall` seconds without progress, or later: all machines can answer."""
@@ -246,7 +236,4 @@ class AgentStarter(Starter):
 
     def close(self) -> None:
         """End the agents. Idempotent."""
-        self.closed.set()
-        if self.watcher is not None:
-            self.watcher.join(TIMEOUTS.watch_end)
         self.cleanup.close()

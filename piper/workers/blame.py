@@ -21,7 +21,7 @@ from piper.process.usercode import failed_line
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
 from piper.runtime.recorders import DeviceTimes
-from piper.workers.processes import ProcessStatus
+from piper.workers.processes import STREAMS, ProcessStatus
 
 MOST = 4  # victims that are listed
 Kind = Literal["dead", "error", "stopped", "late"]  # late: it waited for another device until the timeout
@@ -39,18 +39,8 @@ class Failure:
     line: str | None = None  # of the user's code, if an operation of a chunk failed
 
 
-class ReportedError(Exception):
-    """A failure that another thread of the worker has put into words."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.what)
-        self.failure = failure
-
-
 def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
     """Return an exception as text, because the driver may not know its class."""
-    if isinstance(error, ReportedError):
-        return error.failure
     return Failure(
         device=device,
         kind="late" if isinstance(error, CommError) else "error",
@@ -215,9 +205,9 @@ def worker_error(snapshot: JobSnapshot, failure: Failure) -> WorkerError:
     return error
 
 
-def private_marks(width: int) -> memoryview:
+def private_marks() -> memoryview:
     """Return marks that no other process shares."""
-    return memoryview(bytearray(8 * width)).cast("q")
+    return memoryview(bytearray(8 * STREAMS)).cast("q")
 
 
 class Watcher:
@@ -242,7 +232,7 @@ class Watcher:
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Return an instruction that marks its stream while it runs."""
         marks, number = self.marks, place + 1
-        # Streams beyond those that were counted share the last mark.
+        # Streams beyond those that have a mark share the last one.
         mark = self.streams.setdefault(ins.stream, min(len(self.streams), len(marks) - 1))
 
         def marked() -> None:

@@ -19,7 +19,7 @@ from piper.runtime.worker import Options
 from piper.workers.agent import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.blame import Failure, JobSnapshot, blame
-from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.group import A, R, Starter, WorkerGroup, unread_values
 from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
 from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
@@ -28,6 +28,7 @@ from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import Codec
+from piper.workers.transport.versions import Versions
 
 LOOKS = 3  # snapshots that must agree
 
@@ -44,7 +45,7 @@ class SocketWorkerGroup(WorkerGroup):
         """Prepare a worker of the starter's program for each device."""
         super().__init__(starter.program, options)
         self.starter, self.agents = starter, agents
-        self.versions, self.protects = starter.versions, starter.versions is not None
+        self.versions: Versions | None = starter.versions
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
@@ -54,7 +55,7 @@ class SocketWorkerGroup(WorkerGroup):
         self.stops = StopWatch()
 
     @abstractmethod
-    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
+    def connect(self, weights: Mapping[str, Tensor], startup: ExitStack) -> None:
         """Start a worker for every device and open its channel; `startup`: closes once all are ready."""
 
     def start(self) -> dict[str, Tensor]:
@@ -69,7 +70,7 @@ class SocketWorkerGroup(WorkerGroup):
         self.host = LOOPBACK if addresses == {self.home} else self.home
         self.store = store_on(self.host)
         with ExitStack() as startup:
-            self.connect(weights, streams_of(program.plans), startup)
+            self.connect(weights, startup)
             for device, agent in self.agents.items():
                 given = Assignment(
                     device=device,
@@ -239,14 +240,14 @@ class AgentWorkerGroup(SocketWorkerGroup):
         self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when
         self.seen_at: dict[int, float] = {}
 
-    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
+    def connect(self, weights: Mapping[str, Tensor], startup: ExitStack) -> None:
         key, sent = self.calls.keys()
         leads = {agent.node: agent for agent in self.agents.values()}
         given = self.calls.put(Codec().encode(weights))
         values = {node: agent.actor.hold.remote(given) for node, agent in leads.items()}
         with closing(Listener(self.host, key, self.options.timeout, CODEC)) as listener:
             started = {
-                device: agent.actor.start.remote(device, listener.address, sent, width, values[agent.node])
+                device: agent.actor.start.remote(device, listener.address, sent, values[agent.node])
                 for device, agent in self.agents.items()
             }
             until = monotonic() + TIMEOUTS.meeting

@@ -9,7 +9,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
-from piper.plan.plan import Plans
 from piper.runtime.recorders import ClockOffset
 from piper.runtime.setup import ProgramLike, Setup
 from piper.runtime.worker import Options
@@ -21,14 +20,13 @@ from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
 R = TypeVar("R")
-LATER_STREAMS = 32  # of programs for other batches, which may have a strategy of their own
 
 
 class WorkerGroup(ABC):
     """The workers of a program, one for each device."""
 
     leaving = False  # whether the system has asked a worker to end
-    protects = False  # workers keep versions of their state in memory
+    versions: object = None  # the memory in which workers keep copies of their state, if they do
     in_order = False  # a call that fails leaves no answers behind, so the next call gets its own
     unread: dict[str, Tensor]  # the initial parameters and buffers that no worker holds
 
@@ -91,11 +89,6 @@ class WorkerGroup(ABC):
         """End every worker. Idempotent."""
 
 
-def streams_of(plans: Plans) -> int:
-    """Return the largest number of streams of any device, and some for programs that come later."""
-    return LATER_STREAMS + max(len({ins.stream for ins in plan.instrs}) for plan in plans)
-
-
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the initial values of parameters and buffers that no device holds. They never change."""
     on_devices = held_names(program.plans)
@@ -123,11 +116,14 @@ class Starter:
 
     def start(self, options: Options) -> WorkerGroup:
         """Start all workers."""
-        raise AssertionError("rank 0 asks the workers")
+        raise AssertionError("its only device runs in this process")
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
         return None
+
+    def notice(self) -> None:
+        """Note which spares have become warm. It is called between steps."""
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""

@@ -15,7 +15,7 @@ from piper.runtime.context import Dice
 from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.blame import Watcher, blame, private_marks
-from piper.workers.group import A, R, Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.group import A, R, Starter, WorkerGroup, unread_values
 from piper.workers.processes import ProcessStatus, running
 from piper.workers.serve import WorkerAnswers, needs_of
 from piper.workers.transport.versions import Files, WorkerVersions
@@ -28,12 +28,11 @@ class InlineWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options, versions: Files | None = None) -> None:
         super().__init__(program, options)
-        self.versions, self.protects = versions, versions is not None
+        self.versions: Files | None = versions
         self.world = World(program.plans, options.timeout)
         self.worlds = [(program.plans, self.world)]  # and those of programs that have other communicators
         self.watchers = {
-            device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
-            for device in self.devices
+            device: Watcher(device, private_marks(), self.failures.append) for device in self.devices
         }
         self.workers: dict[int, Worker] = {}
         self.answers: dict[int, WorkerAnswers] = {}
@@ -50,8 +49,8 @@ class InlineWorkerGroup(WorkerGroup):
         initial = blank_values(setup.outline) if options.blank else values.__getitem__
         dice = Dice(setup.device)
         for device, watcher in self.watchers.items():
-            comms, stop = self.world.member(device), self.world.stop
-            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch, watcher.show)
+            comms = self.world.member(device)
+            worker = Worker(setup, device, comms, initial, options, dice, watcher.watch, watcher.show)
             versions = None if self.versions is None else WorkerVersions(worker, self.versions)
             self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
         return unread_values(program, values)
@@ -59,13 +58,7 @@ class InlineWorkerGroup(WorkerGroup):
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         if not needs_of(call).together:
             return {device: call(self.answers[device], value) for device, value in arguments.items()}
-        answers = self._together(call, arguments)
-        if call == WorkerAnswers.step and self.protects and self.program.plans.protection is None:
-            self._together(WorkerAnswers.protect, dict.fromkeys(self.devices))
-        return answers
-
-    def _together(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        """Let every device answer in its thread. An error of any is one that names the cause."""
+        # Every device answers in its thread. An error of any is one that names the cause.
         futures = {d: self.threads.submit(call, self.answers[d], value) for d, value in arguments.items()}
         wait(futures.values())
         for device, future in futures.items():
@@ -86,8 +79,7 @@ class InlineWorkerGroup(WorkerGroup):
         if known is None:
             self.worlds.append((setup.plans, world))
         for device, worker in self.workers.items():
-            member = world.member(device)
-            worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
+            worker.prepare(number, setup, world.member(device), buffers.__getitem__, trains=trains)
 
     def close(self) -> None:
         self.computing.close()

@@ -38,13 +38,13 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self.shares = is_accelerator(self.program.device) and crowded(len(devices))
         self.exit_notifiers = (forks,)
 
-    def connect(self, weights: Mapping[str, Tensor], width: int, startup: ExitStack) -> None:
+    def connect(self, weights: Mapping[str, Tensor], startup: ExitStack) -> None:
         memory = share(weights)
         startup.callback(os.close, memory)
         for device, worker in self.workers.items():
             here, there = socket.socketpair()
             with there:
-                self.processes[device] = worker.fork(there.fileno(), memory, width)
+                self.processes[device] = worker.fork(there.fileno(), memory)
             self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
 
     def look(self, age: float) -> None:

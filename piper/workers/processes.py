@@ -23,6 +23,7 @@ from piper.process.process_table import stat_field
 from piper.workers.timeouts import TIMEOUTS
 
 MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
+STREAMS = 128  # of a worker, for all its programs, that have a mark of their own
 Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
 
 

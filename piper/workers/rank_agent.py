@@ -11,14 +11,13 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import cast
 
 from piper.errors import LaunchError
-from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.workers.agent import MachineAgent
 from piper.workers.processes import ClosedError, ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.workers.rank_environment import RankEnvironment
@@ -32,7 +31,6 @@ from piper.workers.rendezvous import (
     lost_leader,
     own_address,
 )
-from piper.workers.results import EvaluationResult, Means, Resumed, StepResult
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.fork_server import ForkServer
@@ -47,7 +45,6 @@ class AgentPlace:
 
     address: str
     local: int
-    follows: bool = False  # the script of its rank wants the results of the run
 
 
 class AgentLostError(ConnectionError):
@@ -67,23 +64,7 @@ def failed(error: Exception) -> AgentLostError:
     return AgentLostError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankZeroResult:
-    """What a call of the run returned or raised on rank 0, so that it does the same on the other ranks."""
-
-    call: str
-    value: object = None
-    error: str | None = None  # the class of what it raised instead, what it says and its notes
-    what: str = ""
-    by: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    hint: str = ""
-    notes: tuple[str, ...] = ()
-
-
-Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
-RESULTS = (StepResult, EvaluationResult, Means, Resumed, OutputKey, DeviceProfile, ClockOffset)
-CODEC = Codec((AgentPlace, AgentLostError, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
+CODEC = Codec((AgentPlace, AgentLostError, ProcessStatus, SharedFile))
 
 
 class RankAgent(MachineAgent):
@@ -91,24 +72,12 @@ class RankAgent(MachineAgent):
 
     warm_servers: list[ForkServer] = []  # noqa: RUF012  of agents that have ended: the next need not import torch
 
-    def __init__(self, key: bytes, hear: Hear | None = None) -> None:
-        super().__init__()
-        self.key, self.hear_result = key, hear
-
     def warm(self) -> None:
         """Start the fork server, or take that of an agent that has ended."""
         if self.forks is None:
             with suppress(IndexError):
                 self.forks = self.warm_servers.pop()
         super().warm()
-
-    def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
-        return super().start(device, driver, self.key, width, values)
-
-    def hear(self, result: RankZeroResult) -> None:
-        """Pass a result of rank 0 on to the script of this rank."""
-        assert self.hear_result is not None, "it has said that its script wants none"
-        self.hear_result(result)
 
     def terminate(self) -> None:
         """Send SIGTERM to the worker, which reports it to the driver: the system ends this rank."""
@@ -134,21 +103,17 @@ class RankAgent(MachineAgent):
 
 
 # What a driver may call.
-METHODS = frozenset(
-    [*(name for name in vars(MachineAgent) if not name.startswith("_")), "look", "end", "hear"]
-)
+METHODS = frozenset([*(name for name in vars(MachineAgent) if not name.startswith("_")), "look", "end"])
 
 
 class ServedAgent:
     """The agent of this rank for one launch, which a thread serves until the driver has ended."""
 
-    def __init__(self, world: RankEnvironment, address: DriverAddress, hear: Hear | None = None) -> None:
-        """Start the thread; `hear`: is called with the results of rank 0. None: its script wants none."""
-        self.world, self.address, self.hear = world, address, hear
+    def __init__(self, world: RankEnvironment, address: DriverAddress) -> None:
+        """Start the thread."""
+        self.world, self.address = world, address
         self.key = key_of(world, address)
         self.agent: RankAgent | None = None
-        self.channel: Channel | None = None
-        self.leaving = False
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name="agent", daemon=True)
         self.thread.start()
@@ -158,19 +123,15 @@ class ServedAgent:
             self._serve()
         except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
             self.error = error
-        finally:
-            if self.hear is not None:
-                self.hear(None)
 
     def _serve(self) -> None:
         """Connect and answer calls until the driver does not listen. Connect again after a link was down."""
         where = self.address.host, self.address.port
         until, known, said = monotonic() + TIMEOUTS.rank_away, False, False
-        while monotonic() < until and not self.leaving:
+        while monotonic() < until:
             try:
                 channel = connect(where, self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
-                own = own_address(self.world)
-                channel.send(AgentPlace(address=own, local=self.world.local, follows=self.hear is not None))
+                channel.send(AgentPlace(address=own_address(self.world), local=self.world.local))
             except ConnectionRefusedError:
                 return  # the driver does not listen any more
             except ClosedError as error:
@@ -191,13 +152,11 @@ class ServedAgent:
                 continue
             self._answer(channel)
             until, known, said = monotonic() + TIMEOUTS.rank_away, True, False
-        if not self.leaving:
-            raise lost_leader(self.world)
+        raise lost_leader(self.world)
 
     def _answer(self, channel: Channel) -> None:
         """Answer the calls of the driver until the channel is closed."""
-        agent = RankAgent(self.key, self.hear)
-        self.agent, self.channel = agent, channel
+        agent = self.agent = RankAgent(self.key)
         try:
             while True:
                 name, arguments = cast("tuple[str, list[object]]", channel.recv())
@@ -209,7 +168,7 @@ class ServedAgent:
         except (ClosedError, OSError):
             return
         finally:
-            self.agent = self.channel = None
+            self.agent = None
             channel.close()
             agent.close()
 
@@ -228,13 +187,6 @@ class ServedAgent:
         """Wait until the driver has ended."""
         self.thread.join()
         self.busy()
-
-    def leave(self) -> None:
-        """End the agent and its worker, whatever the driver does."""
-        self.leaving = True
-        if (channel := self.channel) is not None:
-            leave(channel)
-        self.thread.join(TIMEOUTS.ranks_leave)
 
 
 def leave(channel: Channel) -> None:

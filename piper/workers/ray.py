@@ -25,7 +25,7 @@ from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent import Agent, AgentCalls, AgentProcess, no_room, packed_machines
+from piper.workers.agent import Agent, AgentCalls, AgentProcess, machines_of, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.processes import folder_for_now
 from piper.workers.timeouts import TIMEOUTS
@@ -157,10 +157,10 @@ class RayStarter(AgentStarter):
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
         where = placement_group_table(self.placed)["bundles_to_node_id"]
         for bundle, node in ((int(index), node) for index, node in where.items()):
-            known = self.agents.get(bundle)
-            if known is not None and known[0].node == node and node in alive:
+            known = self.bundles.get(bundle)
+            if known is not None and known.agents[0].node == node and node in alive:
                 continue
-            self.agents.pop(bundle, None)
+            self.bundles.pop(bundle, None)
             if node in alive:
                 place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
                 actor = ray.remote(AgentProcess).options(
@@ -172,11 +172,11 @@ class RayStarter(AgentStarter):
                 self._take(bundle, tuple(agents))
 
     def _arrange(self, plans: Plans) -> None:
-        self.machines, self.apart = packed_machines(plans, self.width)  # bundles stay as they were claimed
+        self.machines, self.apart = machines_of(plans, self.width)  # bundles stay as they were claimed
 
     def _lacking(self) -> Exception:
         return lacking(len(self.machines), self.bundle, apart=self.apart)
 
     def _dismiss(self) -> None:
-        for agent in (agent for agents in self.agents.values() for agent in agents):
+        for agent in self._without(()):
             ray.kill(agent.actor)

@@ -9,9 +9,11 @@ import os
 import re
 import secrets
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
@@ -66,7 +68,10 @@ def store_of(world: RankEnvironment) -> Store:
             )
     except LOST as error:
         raise apart(world, str(error)) from error
-    return PrefixStore(prefix(), cast(Store, met[0]))
+    store = PrefixStore(prefix(), cast(Store, met[0]))
+    if world.leads:
+        weakref.finalize(store, end_script, world)  # at the end of this process
+    return store
 
 
 def prefix() -> str:
@@ -93,22 +98,10 @@ def own_address(world: RankEnvironment) -> str:
         return cast(str, way.getsockname()[0])
 
 
-def next_launch(world: RankEnvironment) -> int:
-    """Return the number of this process's next launch: the same on every rank that runs the same script."""
-    return store_of(world).add(f"launches/{world.rank}", 1)
-
-
 def publish_address(world: RankEnvironment, address: DriverAddress) -> None:
     """Write the address of this process's next launch into the store."""
-    store_of(world).set(f"launch/{next_launch(world)}", json.dumps(asdict(address)))
-
-
-def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
-    """Return the address of a launch, once rank 0 has written it."""
-    try:
-        return read_address(world, store_of(world).get(f"launch/{launch}"))
-    except LOST as error:
-        raise apart(world, f"rank 0 did not launch within {TIMEOUTS.meeting:g} s") from error
+    store = store_of(world)
+    store.set(f"launch/{store.add('launches', 1)}", json.dumps(asdict(address)))
 
 
 def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
@@ -132,7 +125,7 @@ def addresses(world: RankEnvironment, leaves: Callable[[], bool]) -> Iterator[Dr
         store = store_of(world)
         while True:
             if store.check([f"launch/{launch}"]):
-                yield find_address(world, launch)
+                yield read_address(world, store.get(f"launch/{launch}"))
                 launch += 1
                 continue
             if store.check([END]):
@@ -177,7 +170,7 @@ def lost_leader(world: RankEnvironment) -> LaunchError:
 @contextmanager
 def leading(world: RankEnvironment) -> Iterator[None]:
     """Launch inside the block, and end the other ranks after it, with the exit code of this one."""
-    store, code = store_of(world), 1
+    code = 1
     try:
         yield
         code = 0
@@ -185,10 +178,23 @@ def leading(world: RankEnvironment) -> Iterator[None]:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         raise
     finally:
-        store.set(END, str(code))
-        until = time.monotonic() + (0 if code else TIMEOUTS.ranks_leave)  # of a failed run, ranks may be lost
-        while store.add(LEFT, 0) < world.size - 1 and time.monotonic() < until:
-            time.sleep(TIMEOUTS.rank_poll)  # the store may end with this process
+        end_ranks(world, code)
+
+
+def end_ranks(world: RankEnvironment, code: int) -> None:
+    """Let the other ranks end, with the exit code of this one, and wait a moment until they know."""
+    store = store_of(world)
+    store.set(END, str(code))
+    until = time.monotonic() + (0 if code else TIMEOUTS.ranks_leave)  # of a failed run, ranks may be lost
+    while store.add(LEFT, 0) < world.size - 1 and time.monotonic() < until:
+        time.sleep(TIMEOUTS.rank_poll)  # the store may end with this process
+
+
+def end_script(world: RankEnvironment) -> None:
+    """Let the other ranks end with a script, where `leading` has not."""
+    with suppress(*LOST, RuntimeError):  # the store went first
+        if not store_of(world).check([END]):
+            end_ranks(world, int(hasattr(sys, "last_value")))  # an error that ends a script is the last one
 
 
 def store_on(address: str) -> TCPStore:
@@ -272,15 +278,6 @@ def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
     return fetched_key(address.launch, world.rank) if key is None or address.launch else key
-
-
-def ranks_absent(ranks: Iterable[int]) -> LaunchError:
-    """Return the error of ranks that do not connect."""
-    return LaunchError(
-        f"rank {', '.join(map(str, ranks))} did not launch within {TIMEOUTS.meeting:g} s",
-        by="launch",
-        hint="every rank runs the same script: let all of them come to launch",
-    )
 
 
 def check_key(world: RankEnvironment) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import NoReturn, cast
 
@@ -32,7 +33,7 @@ from piper.runtime.comm.staged import StagedComms
 from piper.runtime.recorders import DeviceProfile, OutputKey
 from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.worker import Sums, Worker
-from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
+from piper.workers.blame import Watcher, failure_of
 from piper.workers.messages import CODEC, Assignment, BatchSlice, Leaving, unpack_setup
 from piper.workers.processes import ClosedError, Termination, map_marks
 from piper.workers.rendezvous import LOOPBACK
@@ -88,7 +89,10 @@ class WorkerAnswers(BackgroundSaver):
         """Train on this device's rows of a batch."""
         number, fields = given
         move_state(self.worker, number)
-        return self.worker.step(fields, number)
+        sums = self.worker.step(fields, number)
+        if self.versions is not None and self.versions.holders.state is None:  # else instructions copy it
+            self.versions.write()
+        return sums
 
     def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
@@ -169,7 +173,7 @@ class WorkerServer(WorkerAnswers):
             take_one(setup.device.type, given.local)
             if self.by_sockets:
                 name_as_machine(given.device, alone=given.host == LOOPBACK)
-        self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         accelerator = setup.device if is_accelerator(setup.device) else None
         self.watcher = Watcher(self.device, marks, self.answers.put, accelerator)
         self.transport: GlooTransport | None = None  # of all programs, where gloo is used
@@ -180,13 +184,10 @@ class WorkerServer(WorkerAnswers):
             comms,
             blank_values(setup.outline) if given.options.blank else initial,
             given.options,
-            on_failure=comms.abort,
             watch=self.watcher.watch,
             show=self.watcher.show,
         )
         super().__init__(worker, None if given.versions is None else WorkerVersions(worker, given.versions))
-        self.trouble: Failure | None = None  # of what was done between two calls
-        self.failed = False  # the last call
         self.steps = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
@@ -208,8 +209,7 @@ class WorkerServer(WorkerAnswers):
         return self.given.shares and self.given.options.share == "nccl"
 
     def step(self, given: ProgramBatch) -> Sums:
-        sums = self._watched(lambda: super(WorkerServer, self).step(given))
-        return replace(sums, busy=self.watcher.take_busy())
+        return replace(super().step(given), busy=self.watcher.take_busy())
 
     def prepare(self, given: tuple[int, bytes, Mapping[str, Tensor], bool]) -> None:
         """Take another program, with buffers that this worker does not hold, which trains or evaluates."""
@@ -218,13 +218,10 @@ class WorkerServer(WorkerAnswers):
         programs = (self.worker, *self.worker.others.values())
         known = next((one for one in programs if speaks_in(setup.plans, one.setup.plans)), None)
         comms = self._comms(setup, f"program-{number}") if known is None else known.env.comms
-        self.worker.prepare(number, setup, comms, buffers.__getitem__, comms.abort, trains=trains)
+        self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
-    def evaluate(self, given: ProgramBatch) -> Sums:
-        return self._watched(lambda: super(WorkerServer, self).evaluate(given))
-
-    def _watched(self, act: Callable[[], Sums]) -> Sums:
-        """Run a plan in the thread of steps. A failure of any stream is raised, while others wait."""
+    def _watched(self, act: Callable[[], object]) -> object:
+        """Return what a function returns in the thread of steps, or the first failure of any stream."""
 
         def run() -> None:
             try:
@@ -233,31 +230,15 @@ class WorkerServer(WorkerAnswers):
                 self.watcher.fail(error)
 
         self.steps.submit(run)
-        answer = self.answers.get()
-        if isinstance(answer, Failure):
-            raise ReportedError(answer)
-        return answer
-
-    def between(self, call: str) -> None:
-        """Do what is due after a call was answered, while the driver makes the next one."""
-        if self.versions is None or self.versions.holders.state is not None:
-            return  # there is no memory for it, or instructions copy the state
-        if call == "step" and self.trouble is None and not self.failed:
-            try:
-                self.protect()
-            except Exception as error:  # noqa: BLE001  it is the answer to the next call
-                self.trouble = failure_of(self.device, error)
+        return self.answers.get()
 
     def answer(self, call: str, argument: object) -> object:
         """Answer a call. A failure is an answer too."""
-        if self.trouble is not None:
-            return self.trouble
         try:
-            answer: object = getattr(self, call)(argument)
+            act = partial(getattr(self, call), argument)
+            return self._watched(act) if NEEDS.get(call, Needs()).together else act()
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-            answer = failure_of(self.device, error)
-        self.failed = isinstance(answer, Failure)  # a step that ends half-way leaves no state to keep
-        return answer
+            return failure_of(self.device, error)
 
 
 def main(descriptors: Sequence[int]) -> int:
@@ -297,7 +278,6 @@ def serve(channel: Channel, server: WorkerServer, termination: Termination) -> N
             channel.send(answer)
         except TypeError as error:  # a message cannot hold the answer: nothing of it was sent
             channel.send(failure_of(server.device, error))
-        server.between(call)
 
 
 def crowded(workers: int) -> bool:

@@ -17,7 +17,6 @@ class Timeouts:
     # Ending
     process_end: float = 10.0  # the driver waits for the end of killed workers: the system frees their memory
     fork_server_end: float = 2.0  # a fork server ends by itself, or it is killed
-    watch_end: float = 10.0  # a look at joining machines ends: it may ask Ray, which answers slowly
     ray_answers: float = 10.0  # the port of a Ray cluster, which Ray itself would try for minutes
     folder_removed: float = 10.0  # a folder that must not stay is removed, by another process
 
@@ -56,7 +55,6 @@ class Timeouts:
     rank_place: float = 5.0  # an agent that has connected says where it runs: its message is short
     rank_poll: float = 0.2  # a rank looks whether rank 0 has launched, or has ended
     ranks_leave: float = 10.0  # rank 0, which may hold the store, waits until the others know that it ends
-    results_sent: float = 20.0  # rank 0 waits until the other ranks have its last results
     key_stale: float = 24 * 3600.0  # the key of a launch that was killed is removed
 
 

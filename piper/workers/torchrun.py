@@ -14,16 +14,16 @@ from piper.runtime.setup import ProgramLike
 from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.processes import ClosedError
-from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, RankZeroResult, leave
+from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, RankAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
     DriverAddress,
+    apart,
     check_key,
     given_key,
     offered_key,
     own_address,
     publish_address,
-    ranks_absent,
 )
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
@@ -114,8 +114,6 @@ class TorchrunStarter(AgentStarter):
         super().__init__(program, calls, protects)
         self.world, self.spares = world, spares
         self.ranks: dict[int, Agent] = {}
-        self.followers: set[int] = set()  # ranks whose scripts want results
-        self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
         try:
             with ExitStack() as until_all_came:
                 self._listen(calls, until_all_came)
@@ -123,7 +121,8 @@ class TorchrunStarter(AgentStarter):
                 while missing := [rank for rank in range(world.size) if rank not in self.ranks]:
                     self._accept(TIMEOUTS.accept)
                     if monotonic() > until:
-                        raise ranks_absent(missing)
+                        absent = f"rank {', '.join(map(str, missing))}"
+                        raise apart(world, f"{absent} did not launch within {TIMEOUTS.meeting:g} s")
             needed, bundles = len(self.machines) + -(-spares // self.width), len(self._bundles())
             if bundles < needed:
                 raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
@@ -158,7 +157,6 @@ class TorchrunStarter(AgentStarter):
             place = None
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
             channel.limit(None)  # calls may take long, and each has a timeout of its own
-            self.followers |= {rank} if place.follows else set()
             self._admit(rank, place, RemoteAgent(partial(over, channel), partial(leave, channel)))
         else:
             channel.close()
@@ -187,10 +185,10 @@ class TorchrunStarter(AgentStarter):
         while self._accept(0.0):
             continue
         bundles = self._bundles()
-        self.agents = {bundle: agents for bundle, agents in self.agents.items() if bundle in bundles}
-        for bundle, agents in bundles.items():
-            if self.agents.get(bundle) != agents:
-                self._take(bundle, agents)
+        self.bundles = {name: known for name, known in self.bundles.items() if name in bundles}
+        for name, agents in bundles.items():
+            if name not in self.bundles or self.bundles[name].agents != agents:
+                self._take(name, agents)
 
     def _lacking(self) -> Exception:
         return LaunchError(
@@ -205,16 +203,6 @@ class TorchrunStarter(AgentStarter):
             hint="start all ranks again with --resume, to go on from a checkpoint; claim more spares",
         )
 
-    def publish(self, result: RankZeroResult) -> None:
-        """Send the result of a call to the scripts of the other ranks."""
-        for rank in self.followers:
-            self.unsent[rank] = self.ranks[rank].actor.hear.remote(result)
-
     def _dismiss(self) -> None:
         for agent in self.ranks.values():
             agent.actor.close()
-
-    def close(self) -> None:
-        """End the agents, once the other ranks have all results. Idempotent."""
-        wait(self.unsent.values(), TIMEOUTS.results_sent)
-        super().close()

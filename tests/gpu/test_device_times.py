@@ -19,7 +19,7 @@ def add(value: Tensor) -> None:
 
 
 def test_a_watcher_measures_the_device_and_not_the_host() -> None:
-    watcher = Watcher(0, private_marks(2), print, accelerator=torch.device("cuda", 0))
+    watcher = Watcher(0, private_marks(), print, accelerator=torch.device("cuda", 0))
     run = watcher.watch(0, Instr(op="compute", node="F", stream="compute"), lambda: torch.cuda._sleep(CYCLES))
     run()  # the first call loads the kernel
     torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def test_a_watcher_measures_the_device_and_not_the_host() -> None:
 
 def test_a_step_that_is_captured_is_not_measured() -> None:
     watcher, value = (
-        Watcher(0, private_marks(2), print, accelerator=torch.device("cuda", 0)),
+        Watcher(0, private_marks(), print, accelerator=torch.device("cuda", 0)),
         torch.zeros(8, device="cuda"),
     )
     run = watcher.watch(0, Instr(op="compute", node="F", stream="compute"), partial(add, value))

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
 
 import pytest
 
@@ -69,8 +68,8 @@ class Cluster(AgentStarter):
         return actor
 
     def _hire(self) -> None:
-        self.agents = {b: agents for b, agents in self.agents.items() if agents == (self.there.get(b),)}
-        for bundle in self.there.keys() - self.agents.keys():
+        self.bundles = {b: one for b, one in self.bundles.items() if one.agents == (self.there.get(b),)}
+        for bundle in self.there.keys() - self.bundles.keys():
             self._take(bundle, (self.there[bundle],))
 
     def _lacking(self) -> Exception:
@@ -85,12 +84,9 @@ def reported(cluster: Cluster) -> list[str]:
     return [cluster.warmed.popleft()[0] for _ in range(len(cluster.warmed))]
 
 
-def wait_until(holds: Callable[[], bool], lock: "threading.RLock") -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + BOUND
-    while True:
-        with lock:
-            if holds():
-                return
+    while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -118,7 +114,7 @@ def test_an_agent_that_was_waited_for_and_not_used_is_a_spare_that_is_reported()
     slow._look = Future  # type: ignore[method-assign]  # it does not answer for now
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(cluster.chosen)
-        wait_until(lambda: 1 in cluster.agents, cluster.lock)
+        wait_until(lambda: 1 in cluster.bundles)
         for actor in (quick, slow):
             actor.importing.set_result(None)
         assert starting.result(BOUND) == ["10.0.0.0", "10.0.0.2"]
@@ -215,40 +211,24 @@ def test_a_cluster_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monke
     assert not cluster._notice() and reported(cluster) == ["10.0.0.0"]
 
 
-def drain(seen: threading.Semaphore) -> None:
-    while seen.acquire(blocking=False):
-        continue
-
-
-def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timeouts(monkeypatch, "agent_starter", agent_poll=0.01, warm_poll=0.01)
-    cluster, seen = Cluster(), threading.Semaphore(0)
+def test_machines_are_looked_for_between_steps_and_not_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, "agent_starter", agent_poll=1.0, warm_poll=0.25)
+    cluster, looks, clock = Cluster(), list[float](), [0.0]
+    monkeypatch.setattr("piper.workers.agent_starter.monotonic", lambda: clock[0])
     hire = cluster._hire
 
     def look() -> None:
+        looks.append(clock[0])
         hire()
-        seen.release()
+
+    def steps(*times: float) -> None:
+        for clock[0] in times:
+            cluster.notice()
 
     monkeypatch.setattr(cluster, "_hire", look)
-    cluster.watch()
-    thread = cast(threading.Thread, cluster.watcher)
-    cluster.watch()
-    assert cluster.watcher is thread, "there is one"
-    cluster.join(7, warm=True)
-    drain(seen)
-    for _ in range(2):  # the first look may have begun before it joined
-        assert seen.acquire(timeout=BOUND)
-    cluster.close()
-    assert not thread.is_alive()
+    joined = cluster.join(7)
+    steps(100.0, 100.125, 100.25)
+    joined.importing.set_result(None)
+    steps(100.5, 101.0, 101.5, 102.5)
+    assert looks == [100.0, 100.25, 100.5, 101.5, 102.5], "more often while agents start"
     assert reported(cluster) == ["10.0.0.7"]
-    drain(seen)
-    cluster.close()
-    assert not seen.acquire(timeout=0.05), "nobody looks any more"
-
-
-def test_a_watch_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster()
-    monkeypatch.setattr(cluster, "_notice", lambda: pytest.fail("it looks"))
-    cluster.close()
-    cluster.watch()
-    cast(threading.Thread, cluster.watcher).join(BOUND)

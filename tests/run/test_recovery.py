@@ -83,6 +83,9 @@ class Script:
     def room(self, *, warm: bool = False) -> int | None:
         return None
 
+    def notice(self) -> None:
+        """Note what `warmed` has already."""
+
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         raise AssertionError("no script resizes")
 

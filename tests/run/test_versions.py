@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from inspect import cleandoc
 from types import SimpleNamespace
 from typing import cast
@@ -13,9 +14,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.run.launch import launch_inline
 from piper.run.run import Run
-from piper.runtime.worker import Options, Sums
-from piper.workers.blame import Failure
-from piper.workers.serve import WorkerServer
+from piper.runtime.worker import Options, Worker
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.version_sections import HEAD, held_in, step_in
 from piper.workers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes
 from tests.runtime.grid import Cell, batches, job
@@ -94,16 +94,13 @@ def test_a_version_is_complete_or_absent(
 def test_a_failed_step_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would overwrite the only version that a device which was killed before its copy has too."""
     written: list[str] = []
-    server = WorkerServer.__new__(WorkerServer)
-    server.device, server.trouble = 0, None
+    monkeypatch.setattr("piper.workers.serve.move_state", lambda worker, number: None)
     kept = SimpleNamespace(holders=SimpleNamespace(state=None), write=lambda: written.append("version"))
-    server.versions = cast(WorkerVersions, kept)
-    monkeypatch.setattr(server, "come_home", lambda: None)  # the state is in the layout of the first program
-    lost = Failure(device=1, kind="error", what="it is gone", trace="")
-    for given in (Sums(numbers={}), lost):
-        monkeypatch.setattr(server, "step", lambda batch, given=given: given)
-        server.answer("step", None)
-        server.between("step")
+    for lost in (False, True):
+        worker = SimpleNamespace(step=lambda batch, number, lost=lost: 1 / (not lost))
+        answers = WorkerAnswers(cast(Worker, worker), cast(WorkerVersions, kept))
+        with pytest.raises(ZeroDivisionError) if lost else nullcontext():
+            answers.step((0, {}))
     assert written == ["version"]
 
 

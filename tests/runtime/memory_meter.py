@@ -1,6 +1,6 @@
 """Measures the bytes that live slots really hold, to compare with what the plan predicts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
@@ -94,11 +94,11 @@ class MeasuredWorker(Worker):
     meter: MemoryMeter
 
     def _executor(
-        self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
+        self, bound: Sequence[Bound], options: Options
     ) -> Executor | StreamExecutor | GraphExecutor:
         self.meter = MemoryMeter(self.env)
         watched = [self.meter.watch(ins, run) for ins, run in zip(self.env.plan.instrs, bound, strict=True)]
-        return super()._executor(watched, replace(options, streams=False), on_failure)
+        return super()._executor(watched, replace(options, streams=False))
 
     def run(self, batch: Mapping[str, BatchField]) -> Sums:
         self.meter.begin()

@@ -141,9 +141,13 @@ def test_stopping_a_world_ends_every_wait() -> None:
     world = World(PLANS, timeout=2)
     with ThreadPoolExecutor(2) as threads:
         pipe = world.member(0).incoming("ring")
-        waiting = [threads.submit(pipe.recv, Form()) for _ in range(2)]
+        waiting = [threads.submit(pipe.recv, Form((), torch.float32)) for _ in range(2)]
         world.stop()
-        for wait in (waiting[0].result, waiting[1].result, lambda timeout: pipe.recv(Form())):
+        for wait in (
+            waiting[0].result,
+            waiting[1].result,
+            lambda timeout: pipe.recv(Form((), torch.float32)),
+        ):
             with pytest.raises(CommError) as caught:
                 wait(timeout=5)
     assert str(caught.value) == "device 0 stops waiting on ring for device 3: a worker has failed"

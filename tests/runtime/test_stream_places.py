@@ -57,7 +57,7 @@ def test_a_stream_that_waits_for_a_value_is_not_shown_at_what_it_computed_before
 
 def test_marks_follow_the_streams() -> None:
     plan, failures = plan_of(2), list[Failure]()
-    watcher = Watcher(2, private_marks(8), failures.append)
+    watcher = Watcher(2, private_marks(), failures.append)
     for place, ins in enumerate(plan.instrs):
         watcher.watch(place, ins, lambda: None)
     gathers, computes = (watcher.streams[stream] for stream in ("gather", "compute"))

@@ -12,7 +12,7 @@ import piper
 from piper.callbacks import Callback, Running, StepNumbers
 from piper.errors import ConfigError
 from piper.run.run import Run
-from piper.run.sessions import Sessions
+from piper.run.session import Sessions
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

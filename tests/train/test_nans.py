@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from piper.ir.ids import read_pass
-from piper.run.nans import Mark, first_bad, kind_of
+from piper.runtime.recorders import OutputKey, first_bad, kind_of
 from tests.chain import chain
 from tests.slots import AXES, slot
 
 NAN, INF, GOOD = (torch.tensor([1.0, number]) for number in (float("nan"), float("inf"), 2.0))
 OUTLINE = chain(3)
-Trail = dict[Mark, Tensor]
+Trail = dict[OutputKey, Tensor]
 
 
-def mark(run: str, result: str) -> Mark:
+def mark(run: str, result: str) -> OutputKey:
     return read_pass(run, AXES), slot(result)
 
 

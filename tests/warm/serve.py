@@ -189,6 +189,7 @@ def run_to_its_end(words: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except BaseException as error:  # noqa: BLE001  Python prints it and ends
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0

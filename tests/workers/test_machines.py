@@ -9,7 +9,7 @@ from piper.directives import protect, replicate
 from piper.errors import LaunchError
 from piper.ir.select import at
 from piper.plan.plan import Plans
-from piper.workers.agent import machines_of, packed_machines
+from piper.workers.agent import machines_of
 from tests.run import test_elastic as elastic
 
 
@@ -24,16 +24,16 @@ def plans(devices: int, per_machine: int | None) -> Plans:
 def test_devices_that_may_be_anywhere_fill_machines() -> None:
     free = plans(4, None)
     assert machines_of(free) == ([(0,), (1,), (2,), (3,)], False)
-    assert packed_machines(free, 1) == machines_of(free)
-    assert packed_machines(free, 2) == ([(0, 1), (2, 3)], False)
-    assert packed_machines(plans(2, None), 4) == ([(0, 1)], False)
+    assert machines_of(free, 1) == machines_of(free)
+    assert machines_of(free, 2) == ([(0, 1), (2, 3)], False)
+    assert machines_of(plans(2, None), 4) == ([(0, 1)], False)
 
 
 def test_machines_that_are_apart_stay_as_they_are() -> None:
-    assert packed_machines(plans(4, 2), 2) == ([(0, 1), (2, 3)], True)
-    assert packed_machines(plans(2, 1), 2) == ([(0,), (1,)], True)
+    assert machines_of(plans(4, 2), 2) == ([(0, 1), (2, 3)], True)
+    assert machines_of(plans(2, 1), 2) == ([(0,), (1,)], True)
     with pytest.raises(LaunchError) as caught:
-        packed_machines(plans(4, 2), 1)
+        machines_of(plans(4, 2), 1)
     assert str(caught.value) == cleandoc("""
         launch: machines have too few workers for this number of devices
           needs: 2 devices on a machine, for 4 devices

@@ -45,9 +45,6 @@ class Answers:
     def answer(self, call: str, argument: object) -> object:
         return argument
 
-    def between(self, call: str) -> None:
-        pass
-
 
 def test_a_worker_passes_on_once_that_it_is_to_end() -> None:
     here, there = socket.socketpair()

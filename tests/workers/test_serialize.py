@@ -20,7 +20,6 @@ from piper.ir.devices import interned
 from piper.ir.ids import Pass, SlotId, buffer_slot
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
-from piper.workers import rank_agent
 from piper.workers.blame import Failure
 from piper.workers.messages import (
     CODEC,
@@ -29,7 +28,6 @@ from piper.workers.messages import (
     pack_setup,
     unpack_setup,
 )
-from piper.workers.rank_agent import RankZeroResult
 from piper.workers.transport.serialize import HEADER, Codec, MessageError, share, shared
 from tests.runtime.grid import Cell, job
 
@@ -142,19 +140,8 @@ def test_messages_of_a_run() -> None:
     assert got[1]["x"][2:4].tolist() == [5, 6]
     failure = Failure(device=1, kind="late", what="CommError: ...", trace="...", place=3)
     assert CODEC.decode(CODEC.encode(failure)) == failure
-    raised = RankZeroResult(
-        call="step",
-        error="WorkerError",
-        what="it ended",
-        by="device 0",
-        facts={"at": "F"},
-        hint="look",
-        notes=("a", "b"),
-    )
-    assert rank_agent.CODEC.decode(rank_agent.CODEC.encode(raised)) == raised
     trail = {(Pass(phase="F", chunk="PP=0"), SlotId("param", "PP=0")): torch.ones(2)}
-    for codec in (CODEC, rank_agent.CODEC):
-        assert repr(codec.decode(codec.encode(trail))) == repr(trail)
+    assert repr(CODEC.decode(CODEC.encode(trail))) == repr(trail)
     refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
     assert isinstance(refused, Done) and refused.refused is not None
     assert (refused.refused.what, refused.refused.facts, refused.refused.hint) == ("what", {"a": "b"}, "hint")

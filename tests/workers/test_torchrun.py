@@ -1,36 +1,26 @@
-"""In a world that torchrun has started, `local` joins it: every rank works, and all see the same."""
+"""In a world that torchrun has started, `local` joins it: every rank works, and rank 0 runs the script."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import cleandoc
 from pathlib import Path
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from piper.checkpoint.metadata import DamagedError
 from piper.compiler import Program, compile
-from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.errors import ConfigError
 from piper.recipe import load_recipe
-from piper.run.checkpointing import load_newest
 from piper.run.launch import check_launcher, launch_inline
-from piper.run.run import Run
-from piper.run.sessions import FollowerSessions, LeaderSessions
-from piper.runtime.worker import Options
-from piper.workers import rank_agent
-from piper.workers.group import Starter
-from piper.workers.rank_agent import RankZeroResult
+from piper.workers import rendezvous
 from piper.workers.rank_environment import RankEnvironment, rank_environment
-from piper.workers.rendezvous import apart, prefix, ranks_absent
-from piper.workers.results import Resumed, StepResult
+from piper.workers.rendezvous import apart, prefix
 from tests.hosts.training import events
 from tests.runtime.grid import batches, job
 from tests.workers.family import family, free_port, wait_for
@@ -108,17 +98,17 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_scripts(folder: Path, env: Mapping[str, str]) -> None:
-    """Run the script on two ranks.
+    """Run the script on two ranks, each the first of a machine.
 
     The ranks are started by hand, with the environment that torchrun gives them, which saves a process.
-    `test_the_command_line_trains_once` goes through torchrun.
+    `test_the_command_line_trains_once` goes through torchrun, with both on one machine.
     """
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with family() as ranks:
         processes = [
             ranks.start(
-                [sys.executable, str(SCRIPT), str(folder), "all", "die"],
-                env={**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [sys.executable, str(SCRIPT), str(folder), "refused", "all", "die"],
+                env={**env, **world, "RANK": str(rank), "LOCAL_RANK": "0"},
             )
             for rank in range(2)
         ]
@@ -139,12 +129,47 @@ def text(error: object) -> str:
 
 
 def test_a_script_runs_unchanged(scripts: Path) -> None:
-    """It trains, saves, starts again from there, and fails, on every rank alike."""
+    """It trains, saves, starts again from there, and fails, on rank 0."""
     first = seen(scripts, "all", 0)
-    assert first == seen(scripts, "all", 1)
     wanted = of_one_process(compile(job(CELL)))
     assert {name: first[name] for name in wanted} == wanted
-    assert_refused(first)
+    assert_refused(scripts)
+
+
+def test_the_other_ranks_end_with_the_script_of_rank_0(scripts: Path) -> None:
+    """They do not go on after their first launch, whatever rank 0 launches and however its runs end."""
+    written = sorted(path.name for path in scripts.glob("*.json"))
+    assert written == ["all.rank0.json", "die.rank0.json", "refused.rank0.json", "refused.rank1.json"]
+
+
+def test_a_script_that_ends_with_an_error(tmp_path: Path) -> None:
+    """Ranks on other machines end with one too: their torchrun sees no other rank."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with family() as ranks:
+        processes = [
+            ranks.start(
+                [sys.executable, str(SCRIPT), str(tmp_path), "raise"],
+                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": "0"},
+            )
+            for rank in range(2)
+        ]
+        ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
+    assert [code for _, code in ended] == [1, 1], ended
+    assert "ValueError: the script fails" in ended[0][0]
+
+
+def test_ranks_know_how_a_script_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a verb of the command line has said how, before the process of rank 0 ends."""
+    for begun, error, wanted in ((None, None, b"0"), (None, ValueError(), b"1"), ("2", ValueError(), b"2")):
+        store = HashStore()
+        monkeypatch.setattr(rendezvous, "store_of", lambda _, store=store: store)
+        monkeypatch.delattr(sys, "last_value", raising=False)
+        if error is not None:
+            monkeypatch.setattr(sys, "last_value", error, raising=False)
+        if begun is not None:
+            store.set(rendezvous.END, begun)
+        rendezvous.end_script(replace(WORLD, rank=0, size=1))
+        assert store.get(rendezvous.END) == wanted
 
 
 def of_one_process(program: Program) -> dict[str, object]:
@@ -154,7 +179,6 @@ def of_one_process(program: Program) -> dict[str, object]:
         smaller = {name: value[:3] for name, value in batches(CELL, 1)[0].items()}
         return {
             "results": results,
-            "far": results,  # as if the other rank were on another machine
             "uneven": run.step(smaller).loss,
             "trained": [result.loss for result in run.train(1)],
             "evaluated": run.evaluate(batches(CELL, 2)).loss,
@@ -165,28 +189,28 @@ def of_one_process(program: Program) -> dict[str, object]:
         }
 
 
-def assert_refused(first: Mapping[str, object]) -> None:
+def assert_refused(scripts: Path) -> None:
     """Check how the script's launches on too few ranks, and of a program that fails, ended."""
-    assert first["size"] == "ConfigError: " + cleandoc("""
-        launch: there is not one process for each device
-          processes: WORLD_SIZE=2
-          devices:   4 in the plan
-          hint:      start 4 processes, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and piper starts them
-    """)
-    broken = text(first["broken"])
+    for rank in range(2):
+        assert seen(scripts, "refused", rank)["size"] == "ConfigError: " + cleandoc("""
+            launch: there is not one process for each device
+              processes: WORLD_SIZE=2
+              devices:   4 in the plan
+              hint:      start 4 processes, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and piper starts them
+        """)
+    broken = text(seen(scripts, "all", 0)["broken"])
     assert broken.startswith("WorkerError: device 1 (process N): BrokenError: the glass is broken\n  at: ")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in broken
     assert re.search(r"\n  waiting: device 0 in transfer\[PP=1.din0\[MB=\d\] @1 -> @0\]\n", broken)
 
 
 def test_a_worker_that_dies(scripts: Path) -> None:
-    """Its rank lives, and raises what rank 0 raises."""
+    """Its rank lives."""
     assert_died(scripts)
 
 
 def assert_died(scripts: Path) -> None:
     """Check how the script's launch ended whose worker is killed."""
-    assert seen(scripts, "die", 0) == seen(scripts, "die", 1)
     error = text(seen(scripts, "die", 0)["dead"])
     assert error.startswith("WorkerError: device 1 (process N): the process was killed by SIGKILL\n  at: ")
     assert ", compute on stream compute: F[PP=1 MB=1]\n" in error
@@ -289,89 +313,10 @@ def test_a_process_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch
 WORLD = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 
 
-def follower(*results: object) -> Run:
-    """A run on another rank than 0, to which rank 0 has sent this."""
-    queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
-    for result in results:
-        queue.put(cast("RankZeroResult | None", result))
-    return Run(FollowerSessions(compile(job(CELL)), Options(), queue))
-
-
-def test_ranks_that_do_not_do_the_same() -> None:
-    taken = StepResult(loss=1.0, grad_norm=2.0)
-    run = follower(
-        RankZeroResult(call="settle"),
-        RankZeroResult(call="step", value=taken),
-        RankZeroResult(call="step"),
-    )
-    assert run.step({}) is taken, "what rank 0 only asks for does not matter"
-    with pytest.raises(LaunchError) as caught:
-        run.state_dict()
-    assert str(caught.value) == cleandoc("""
-        run: the ranks do not do the same
-          rank 0: step
-          here:   state_dict
-          hint:   call step, load, save and the like on every rank, in one order
-    """)
-
-
-def test_rank_0_ends_the_run() -> None:
-    run = follower(
-        RankZeroResult(
-            call="step",
-            error="WorkerError",
-            what="it ended",
-            by="device 0",
-            hint="look",
-            notes=("its trace",),
-        ),
-        None,
-    )
-    with pytest.raises(WorkerError, match=r"^device 0: it ended\n  hint: look\n") as told:
-        run.step({})
-    assert told.value.__notes__ == ["its trace"] and told.value.what == "it ended"
-    for _ in range(2):
-        with pytest.raises(WorkerError) as caught:
-            run.step({})
-        assert str(caught.value) == cleandoc("""
-            run: the run has ended on rank 0
-              hint: look at what rank 0 says; it may have failed
-        """)
-
-
-def test_the_rows_of_experts_are_those_that_rank_0_has_seen() -> None:
-    assert follower(RankZeroResult(call="routed", value={"EP": (3, 5)})).routed == {"EP": (3, 5)}
-
-
-def test_a_checkpoint_that_rank_0_found_damaged(caplog: pytest.LogCaptureFixture) -> None:
-    """The script of each rank loads the one before it, with all that its data has saved, and says why."""
-    newest, older = Path("run/step-2"), Path("run/step-1")
-    sent: list[RankZeroResult] = []
-    starter = cast(Starter, SimpleNamespace(publish=sent.append))
-    leader = LeaderSessions(compile(job(CELL)), Options(), starter)
-
-    def damaged() -> Resumed:
-        raise DamagedError(newest, "bits")
-
-    with pytest.raises(DamagedError):
-        leader.call("read", damaged)
-    generator = {"key": np.arange(6, dtype=np.uint32), "drawn": Counter("abca")}
-    leader.call("read", lambda: Resumed(step=1, data=generator, callbacks={"EMA": {"step": (1, 2)}}))
-    with follower(*[rank_agent.CODEC.decode(rank_agent.CODEC.encode(result)) for result in sent]) as run:
-        resumed = load_newest(run.sessions.read, [newest, older])
-    assert resumed.step == 1 and resumed.callbacks == {"EMA": {"step": (1, 2)}}
-    assert str(resumed.data) == str(generator), "also what messages between ranks do not hold"
-    assert "run/step-2 is damaged (bits): using run/step-1 instead" in caplog.text
-
-
 def test_ranks_that_do_not_meet() -> None:
     assert str(apart(WORLD, "timed out\nat length")) == cleandoc("""
         rank 1: the processes of this world do not find each other
           at:   here:29500
           why:  timed out
           hint: start every rank of WORLD_SIZE, with a MASTER_ADDR and MASTER_PORT that all can reach
-    """)
-    assert str(ranks_absent([1])) == cleandoc("""
-        launch: rank 1 did not launch within 120 s
-          hint: every rank runs the same script: let all of them come to launch
     """)

@@ -251,7 +251,7 @@ def test_a_rank_whose_link_was_down_is_a_spare_again(monkeypatch: pytest.MonkeyP
             made._hire()
             time.sleep(0.01)
         assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
-        assert made.agents[1] == (made.ranks[1],)
+        assert made.bundles[1].agents == (made.ranks[1],)
 
 
 def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ and a pipe; the rest is built on these.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -97,18 +96,17 @@ class Group(ABC):
         return self.swap([flat[:0]] * self.size, [len(flat)] + [0] * others)[0].view(value.shape)
 
 
-@dataclass(slots=True)
-class Form:
-    """The shape and type of what one transfer moves: learnt in its first step, the same in every other."""
+class Form(NamedTuple):
+    """The shape and type of what one transfer moves, in every step."""
 
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # None: not learnt yet
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Pipe(Protocol):
     """One end of a first-in first-out connection between two devices."""
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         """Hand a value over; this may wait until it is taken. The sender may not write to it afterwards."""
 
     def recv(self, form: Form) -> Tensor:
@@ -144,7 +142,7 @@ class Comms(ABC):
         """Return this device's end of the pipe from one device to another."""
 
     def abort(self) -> None:  # noqa: B027  most have nothing to end
-        """End all communication that is under way on this device, where its own timeout does not."""
+        """End all communication that is under way: this device has failed. Other timeouts may be late."""
 
 
 def speaks_in(plans: Plans, others: Plans) -> bool:

@@ -4,7 +4,6 @@ Gloo's own reductions add in an order that depends on the number of members; her
 sum is taken by `Group`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
@@ -17,9 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, joined
-
-DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]  # the same everywhere
-HEADER = 16  # numbers that describe a tensor: its type, how many axes, and their lengths
 
 
 class GlooTransport:
@@ -120,46 +116,16 @@ class GlooGroup(Group):
         return mine
 
 
-class ProcessPipe(ABC):
-    """A connection from one process to another. The first step also sends each value's shape and type."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
-
-    def send(self, value: Tensor, form: Form) -> None:
-        if form.dtype is None:
-            form.shape, form.dtype = tuple(value.shape), value.dtype
-            header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
-            self.give(torch.tensor(header + [0] * (HEADER - len(header))).to(self.device))
-        assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        self.give(value.contiguous())
-
-    def recv(self, form: Form) -> Tensor:
-        if form.dtype is None:
-            numbers = self.take(torch.zeros(HEADER, dtype=torch.int64, device=self.device))
-            code, axes, *lengths = numbers.tolist()
-            form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
-        return self.take(torch.empty(form.shape, dtype=form.dtype, device=self.device))
-
-    @abstractmethod
-    def give(self, value: Tensor) -> None:
-        """Send a contiguous value."""
-
-    @abstractmethod
-    def take(self, value: Tensor) -> Tensor:
-        """Receive into a value, and return it."""
-
-
-class GlooPipe(ProcessPipe):
+class GlooPipe:
     """A connection over gloo."""
 
     def __init__(self, methods: ProcessGroup, name: str, peer: int, tag: int, timeout: timedelta) -> None:
-        super().__init__(name, torch.device("cpu"))
-        self.methods, self.peer, self.tag, self.timeout = methods, peer, tag, timeout
+        self.methods, self.name, self.peer, self.tag, self.timeout = methods, name, peer, tag, timeout
 
-    def give(self, value: Tensor) -> None:
-        finish(self.methods.send([value], self.peer, self.tag), self.name, self.timeout)
+    def send(self, value: Tensor) -> None:
+        finish(self.methods.send([value.contiguous()], self.peer, self.tag), self.name, self.timeout)
 
-    def take(self, value: Tensor) -> Tensor:
+    def recv(self, form: Form) -> Tensor:
+        value = torch.empty(form.shape, dtype=form.dtype)
         finish(self.methods.recv([value], self.peer, self.tag), self.name, self.timeout)
         return value

@@ -66,6 +66,9 @@ class InlineComms(Comms):
     def pipe(self, name: str, ends: Devices) -> "InlinePipe":
         return InlinePipe(self.world, name, *ends)
 
+    def abort(self) -> None:
+        self.world.stop()
+
 
 class InlineGroup(Group):
     """A group among threads: values are handed over, not copied."""
@@ -97,7 +100,7 @@ class InlinePipe:
         self.world, self.key = world, (name, sender, receiver)
         self.put = world.boxes[self.key].put
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         self.put(value)
 
     def recv(self, form: Form) -> Tensor:

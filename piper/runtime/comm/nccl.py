@@ -4,8 +4,8 @@ Collectives are NCCL's own, so a sum is taken in the order that NCCL chooses: it
 from what the other groups give, and from one number of members to another, though not from run to run.
 Values that only move (exchanges, gathers, broadcasts, transfers) have the same bits.
 
-Only the first step, which sends shapes and types, makes the host wait. The caller that waits for the stream
-calls `abort` after its timeout: NCCL's kernels then end.
+Nothing makes the host wait. The caller that waits for the stream calls `abort` after its timeout: NCCL's
+kernels then end.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.ir.devices import Devices
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import CommError, Comms, Group
-from piper.runtime.comm.gloo import ProcessPipe
+from piper.runtime.comm.base import CommError, Comms, Form, Group
 
 OptionsT = TypeVar(
     "OptionsT", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
@@ -135,7 +134,7 @@ class NcclGroup(Group):
         return mine
 
 
-class NcclPipe(ProcessPipe):
+class NcclPipe:
     """A connection over NCCL.
 
     A transfer is an exchange in which one of the two gives nothing: like every collective it runs on the
@@ -143,14 +142,14 @@ class NcclPipe(ProcessPipe):
     """
 
     def __init__(self, made: ProcessGroup, name: str, accelerator: torch.device) -> None:
-        super().__init__(name, accelerator)
-        self.made = made
+        self.made, self.name, self.accelerator = made, name, accelerator
 
-    def give(self, value: Tensor) -> None:
-        flat = value.view(-1)
+    def send(self, value: Tensor) -> None:
+        flat = value.contiguous().view(-1)
         self._exchange(flat.new_empty(0), flat, [0, 0], [0, len(flat)])
 
-    def take(self, value: Tensor) -> Tensor:
+    def recv(self, form: Form) -> Tensor:
+        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
         flat = value.view(-1)
         self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
         return value

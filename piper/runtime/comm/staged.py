@@ -60,8 +60,8 @@ class StagedPipe:
     def __init__(self, inner: Pipe, accelerator: torch.device) -> None:
         self.inner, self.accelerator = inner, accelerator
 
-    def send(self, value: Tensor, form: Form) -> None:
-        self.inner.send(to_host(value), form)
+    def send(self, value: Tensor) -> None:
+        self.inner.send(to_host(value))
 
     def recv(self, form: Form) -> Tensor:
         return to_accelerator(self.inner.recv(form), self.accelerator)

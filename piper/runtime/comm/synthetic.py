@@ -16,7 +16,7 @@ from torch import Tensor
 
 from piper.ir.devices import Devices
 from piper.plan.instr import Instr
-from piper.plan.ops import OPS, Op, Rows
+from piper.plan.ops import OPS, Op
 from piper.runtime.accelerator import module
 from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.context import Bound, Env, writing
@@ -79,7 +79,7 @@ class AloneGroup(Group):
 class Drain:
     """A pipe without a peer: values sent are dropped; `arriving` makes those received."""
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         """Drop a value."""
 
     def recv(self, form: Form) -> Tensor:
@@ -89,9 +89,7 @@ class Drain:
 def arriving(env: Env, ins: Instr) -> Bound:
     """Make a value like the one that another device would send: small numbers, or counts of one."""
     slots, target = env.slots, env.at(ins.writes[0])
-    device, form = env.setup.device, form_of(env, ins)
-    assert form.dtype is not None
-    dtype, shape = form.dtype, form.shape
+    device, (shape, dtype) = env.setup.device, env.arriving(ins)
     scale = 0.02 if dtype.is_floating_point else 0.0
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(1021, generator=generator).mul(scale).to(device, dtype)  # a prime: rows differ
@@ -105,27 +103,6 @@ def arriving(env: Env, ins: Instr) -> Bound:
         slots[target] = value
 
     return run
-
-
-def form_of(env: Env, ins: Instr) -> Form:
-    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
-    assert ins.comm is not None
-    sender, _ = env.setup.plans.comms[ins.comm].group_of(env.device, "recv")
-    instrs = env.setup.plans.of(sender).instrs
-    sends = (each for each in instrs if each.op == "send")
-    send = next(each for each in sends if each.node == ins.node and each.comm == ins.comm)
-    slot = send.reads[0]
-    # A sum of gradients lies with those who read the value: it has their samples, as the gradients have.
-    sums = {each.writes[0]: each.reads[0] for each in instrs if each.op == "add"}
-    while slot in sums:
-        slot = sums[slot]
-    assert slot.kind in ("output", "input_gradient"), f"{slot} is not a value between chunks"
-    chunk = env.chunks[slot.owner]
-    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
-    shape = spec.shape
-    if isinstance(rows := send.payload, Rows):
-        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
-    return Form(shape, getattr(torch, spec.dtype))
 
 
 def totalled(env: Env, ins: Instr) -> Bound:
