@@ -44,7 +44,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
     "costs": ["piper.capture.autodiff.code:cost_of"],
     "differentiate": ["piper.capture.recordings:differentiate"],
     "lower": ["piper.compiler:lower"],
-    "prove": ["piper.lower.lower:prove", "piper.lower.lower:prove_values"],
+    "prove": ["piper.lower.emit:prove", "piper.lower.emit:prove_values", "piper.lower.lower:prove"],
     "probe optimizer": ["piper.compiler:probe_optimizer"],
     "build phases": ["piper.capture.autodiff.code:GraphCode.build"],
     "find layers": ["piper.capture.compile.phases:pieces_of"],

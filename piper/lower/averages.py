@@ -1,11 +1,12 @@
 """Groups that train apart: the plans of one group repeated for all, and averages of their parameters."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
-from piper.ir.ids import state_slot
+from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.groups import ChangedDevices, fragments_of
@@ -97,6 +98,20 @@ def check_composition(state: LoweringState, averaging: Averaging, by: str) -> No
                 facts={show(averaging.groups[0]): f"{protection.apart}s {first}", show(group): str(domains)},
                 hint="give each group machines of its own, or protect(copies=0)",
             )
+
+
+def every_update_is_averaged(state: LoweringState) -> Iterator[str]:
+    """Yield each parameter that is updated in a group and not averaged with the others."""
+    if state.graph.averaging is None or not state.settings.trains:
+        return
+    seen: set[tuple[SlotId, int]] = set()
+    for node in reversed(state.sequence):
+        if node.op in ("average", "merge"):
+            seen.update((slot, device) for slot in node.writes for device in node.devices)
+        if node.op == "update":
+            for slot in node.writes:
+                if slot.kind == "param" and not all((slot, device) in seen for device in node.devices):
+                    yield f"{node.name} updates {slot}, which is not averaged after it"
 
 
 def repeat_in_groups(state: LoweringState) -> LoweringState:

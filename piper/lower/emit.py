@@ -20,6 +20,8 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op, Payload, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.protected import MIRRORED
+from piper.plan.prove import prove
+from piper.proof.values import prove_values
 
 
 def emit(state: LoweringState) -> LoweringState:
@@ -80,6 +82,21 @@ def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
         chunk.name: PlacedChunk(tags=chunk.tags, devices=usual[chunk.name], elsewhere=elsewhere[chunk.name])
         for chunk in graph.outline.chunks
     }
+
+
+def every_device_has_a_plan(state: LoweringState) -> Iterator[str]:
+    """Yield each device that has no plan, or several."""
+    planned = [] if state.plans is None else sorted(d for plan in state.plans for d in plan.devices)
+    if planned != list(state.graph.devices()):
+        yield f"there are plans for {planned}, and nodes on {state.graph.devices()}"
+
+
+def plans_can_run(state: LoweringState) -> Iterator[str]:
+    """Prove the plans of all devices together: first their order, then the values they compute."""
+    assert state.plans is not None, "they are emitted"
+    prove(state.plans)
+    prove_values(state.plans, state.graph, clip=state.settings.clip, whole=state.settings.whole)
+    yield from ()
 
 
 def device_sets(state: LoweringState) -> Iterator[Devices]:

@@ -1,6 +1,6 @@
 """ZeRO-3: gathers parameters before each run of uses and frees them after it, also between microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import Pass, SlotId, param_slot
 from piper.ir.node import Compute, SlotNode
@@ -69,6 +69,16 @@ def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> SlotNode:
         stream=bucket.gather_stream,
         origin=bucket.origin,
     )
+
+
+def sharded_parameters_are_gathered(state: LoweringState) -> Iterator[str]:
+    """Yield each compute node that reads a shard where it needs the whole bucket."""
+    shards = {param_slot(bucket.name) for bucket in state.buckets.values() if bucket.gather_for_use}
+    for node in state.sequence:
+        if isinstance(node, Compute):
+            for value in node.reads:
+                if value in shards:
+                    yield f"{node.name} reads the shard {value}"
 
 
 def ahead_of(run: UseRun, reads_shards: Sequence[bool]) -> int:

@@ -306,6 +306,23 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
+def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
+    """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
+    seen: dict[SlotId, list[str]] = {}
+    for node in state.sequence:
+        slot = node.writes[-1] if node.writes else None
+        if slot is not None and slot.kind == "fetched" and node.op == "update":
+            slot = state_slot(node.writes[0].owner)
+        if slot is not None and node.op in ("update", "offload", "fetch"):
+            seen.setdefault(slot, []).append(node.op)
+    away = {slot for slot, size in state.residents.items() if slot.kind == "state" and size.host}
+    if state.settings.trains:
+        for slot in away:
+            once = len(seen.get(slot, ())) // 3
+            if not once or sorted(seen[slot]) != sorted(["fetch", "update", "offload"] * once):
+                yield f"{slot} is on the host, and copied or updated only by {seen.get(slot, [])}"
+
+
 def streamed(
     state: LoweringState, node: SlotNode, bucket: Bucket, how: HostCopies
 ) -> tuple[SlotNode, SlotNode, SlotNode]:

@@ -61,6 +61,21 @@ def add_protections(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
+def everything_written_is_copied(state: LoweringState) -> Iterator[str]:
+    """Yield each bucket or buffer that a step writes and that is not copied before."""
+    if state.graph.protection is None or not state.settings.trains:
+        return
+    copied: set[SlotId] = set()
+    for node in state.sequence:
+        if node.op == "protect":
+            copied.update(node.reads)
+        for slot in node.writes:
+            if slot.kind in ("param", "buffer") and slot in state.residents and slot not in copied:
+                tied = state.buckets[slot.owner].siblings if slot.kind == "param" else ()
+                if not any(param_slot(name) in copied for name in tied):
+                    yield f"{node.name} writes {slot}, which is not copied before"
+
+
 def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
     """Yield the trained buckets. The copies of a tied parameter are one of them, held by more devices."""
     seen: set[str] = set()

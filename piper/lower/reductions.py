@@ -1,6 +1,6 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from piper.ir.devices import Devices, columns, show
 from piper.ir.dtypes import MixedPrecision
@@ -37,6 +37,25 @@ def add_reductions(state: LoweringState) -> LoweringState:
         else:
             reduce_once(edit, bucket, given)
     return edit.apply()
+
+
+def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
+    """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
+    read = {value for node in state.sequence for value in node.reads}
+    written = {value for node in state.sequence for value in node.writes}
+    reduced = {(node.op, value) for node in state.sequence for value in node.writes}
+    gives = gradient_givers(state)
+    for bucket in state.buckets.values():
+        if bucket.name not in gives:
+            continue
+        if bucket.gradient() not in written:
+            yield f"{bucket.name} has no gradient to apply"
+        for step in bucket.reductions:
+            if (op_of(step), bucket.gradient(step.gets)) not in reduced:
+                yield f"{bucket.name} is never reduced {step.among or 'over replicas'}"
+        for value in gives[bucket.name].values():
+            if value not in read and value != bucket.gradient():
+                yield f"the gradient {value} is lost"
 
 
 def gradient_givers(state: LoweringState) -> dict[str, dict[int, SlotId]]:
@@ -240,3 +259,14 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
             )
         )
     return edit.apply()
+
+
+def every_tied_copy_is_summed(state: LoweringState) -> Iterator[str]:
+    """Yield each trainable tied parameter whose gradients are not summed over its buckets."""
+    sums = [node for node in state.sequence if node.op == "all_reduce" and len(node.writes) > 1]
+    summed = {slot for node in sums for slot in node.writes}
+    gives = gradient_givers(state)
+    for bucket in state.buckets.values():
+        reached = any(name in gives for name in (bucket.name, *bucket.siblings))
+        if bucket.siblings and reached and bucket.gradient() not in summed:
+            yield f"{bucket.name} is not summed with {', '.join(bucket.siblings)}"

@@ -71,6 +71,17 @@ def add_loads(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
+def every_field_is_loaded(state: LoweringState) -> Iterator[str]:
+    """Yield each batch value that is read before it is loaded, or loaded twice."""
+    seen: set[SlotId] = set()
+    for node in state.sequence:
+        for value in node.reads:
+            if value.kind == "batch" and value not in seen:
+                yield f"{node.name} reads {value} before it is loaded"
+        if node.op == "load":
+            seen.update(node.writes)
+
+
 def add_losses(state: LoweringState) -> LoweringState:
     """Add each microbatch's loss, weight and metrics to the step's sums, as soon as they are computed.
 
@@ -92,6 +103,14 @@ def add_losses(state: LoweringState) -> LoweringState:
                 value = next(value for value in node.writes if value.base == result)
                 accumulate(edit, place, value, each.slot, begun)
     return edit.apply()
+
+
+def every_sum_is_added_up(state: LoweringState) -> Iterator[str]:
+    """Yield each sum of the step to which no node adds the results of microbatches."""
+    written = {value for node in state.sequence for value in node.writes}
+    for each in step_sums(state.graph, clip=state.settings.clip):
+        if each.source is not None and each.slot not in written:
+            yield f"{each.slot} is never added up"
 
 
 def add_updates(state: LoweringState) -> LoweringState:
@@ -156,6 +175,20 @@ def terms_of(state: LoweringState, sums: Iterable[StepSum]) -> dict[SlotId, set[
             if slot.sum_name in held:
                 held[slot.sum_name].setdefault(slot, set()).update(node.devices)
     return {slot: devices for slots in held.values() for slot, devices in slots.items()}
+
+
+def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:
+    """Yield each final gradient that some device of its bucket does not apply after its last write."""
+    applied: dict[SlotId, set[int]] = {}
+    for node in state.sequence:
+        if node.op == "update":
+            for value in node.reads:
+                applied.setdefault(value, set()).update(node.devices)
+    written = {value for node in state.sequence for value in node.writes}
+    for bucket in state.buckets.values():
+        slot = bucket.applied
+        if slot in written and applied.get(slot, set()) != set(bucket.devices):
+            yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
 
 
 def device_groups(state: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:

@@ -17,7 +17,7 @@ def check(cell: Composition) -> None:
 
 def test_every_composition_is_proven() -> None:
     """Lowering ends with the proof, so that no test of compositions proves its plans again."""
-    with patch("piper.lower.lower.prove") as order, patch("piper.lower.lower.prove_values") as values:
+    with patch("piper.lower.emit.prove") as order, patch("piper.lower.emit.prove_values") as values:
         plans, graph = pairwise()[0].plans()
     order.assert_called_once_with(plans)
     values.assert_called_once_with(plans, graph, clip=False, whole=False)
