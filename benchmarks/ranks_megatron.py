@@ -469,6 +469,6 @@ def on_host() -> Iterator[None]:
         if module.__name__.startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
             vars(module)["get_cuda_rng_tracker"] = lambda *_, **__: tracker
     torch.cuda.current_device = lambda: HOST  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     with OnHost():
         yield

@@ -146,7 +146,7 @@ def let_experts_run_on_the_host() -> None:
         load_kernels_without_triton()
     kernels = importlib.import_module(KERNELS)
     ordered = functools.partial(kernels.generate_permute_indices, use_cpu=True)
-    importlib.import_module("torchtitan.models.moe.utils").generate_permute_indices = ordered
+    vars(importlib.import_module("torchtitan.models.moe.utils"))["generate_permute_indices"] = ordered
     plain = torch.histc
 
     def counted(values: Tensor, bins: int, min: float, max: float) -> Tensor:
@@ -154,7 +154,7 @@ def let_experts_run_on_the_host() -> None:
             return plain(values, bins, min, max)
         return values.bincount(minlength=bins)  # torch counts no integers on the host
 
-    torch.histc = counted
+    torch.histc = counted  # type: ignore[assignment]
 
 
 def load_kernels_without_triton() -> None:

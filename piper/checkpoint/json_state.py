@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from piper.errors import ConfigError
 from piper.runtime.accelerator import is_accelerator
@@ -34,10 +34,12 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
         if isinstance(value, Tensor):
             flat[key] = value
             continue
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        leaves, spec = tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inside = {f"{key}[{number}]": tensor for number, tensor in enumerate(tensors)}
         places = map(TensorAt, inside)
-        flat |= {**inside, key: tree_map_only(Tensor, lambda _, places=places: next(places), value)}
+        outside = [next(places) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        flat |= {**inside, key: tree_unflatten(outside, spec)}
     return flat
 
 

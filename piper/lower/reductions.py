@@ -51,7 +51,8 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
         if bucket.gradient() not in written:
             yield f"{bucket.name} has no gradient to apply"
         for step in bucket.reductions:
-            if (op_of(step), bucket.gradient(step.gets)) not in reduced:
+            op = "reduce_scatter" if step.gives != step.gets else "all_reduce"
+            if (op, bucket.gradient(step.gets)) not in reduced:
                 yield f"{bucket.name} is never reduced {step.among or 'over replicas'}"
         for value in gives[bucket.name].values():
             if value not in read and value != bucket.gradient():
