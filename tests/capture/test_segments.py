@@ -87,7 +87,7 @@ class Picking(Stacks):
 def test_a_value_of_known_size_may_have_strides_that_are_data() -> None:
     batch = zoo.vectors(4, 0)
     job = piper.Job(
-        model=lambda: Picking(4, 0),
+        model=lambda: Picking(1, 0),
         loss=zoo.regression,
         data=lambda: [batch],
         optimizer=plain.sgd,
