@@ -37,7 +37,8 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         inside = {f"{key}[{number}]": tensor for number, tensor in enumerate(tensors)}
         places = map(TensorAt, inside)
-        flat |= {**inside, key: tree_map_only(Tensor, lambda _, places=places: next(places), value)}
+        outside = tree_map_only(Tensor, lambda _: next(places), value)  # noqa: B023  called at once
+        flat |= {**inside, key: outside}
     return flat
 
 
