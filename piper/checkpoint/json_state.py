@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from piper.errors import ConfigError
 from piper.runtime.accelerator import is_accelerator
@@ -34,12 +34,11 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
         if isinstance(value, Tensor):
             flat[key] = value
             continue
-        leaves, spec = tree_flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         inside = {f"{key}[{number}]": tensor for number, tensor in enumerate(tensors)}
         places = map(TensorAt, inside)
-        outside = [next(places) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        flat |= {**inside, key: tree_unflatten(outside, spec)}
+        outside = tree_map_only(Tensor, lambda _: next(places), value)  # noqa: B023  called at once
+        flat |= {**inside, key: outside}
     return flat
 
 
