@@ -13,9 +13,9 @@ from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import piper
+from piper.capture.autodiff import differentiate
 from piper.capture.autodiff.joint import trace_joint
 from piper.compiler import compile
-from tests import joints
 from tests.torch_names import oldest_torch
 
 QUIRKS = Path(__file__).parents[2] / "piper" / "capture" / "quirks"
@@ -77,7 +77,7 @@ def test_a_capture_replaces_no_methods_of_modules_and_makes_no_states(
 
     monkeypatch.setattr(_symbolic_trace._PatchedFnSetAttr, "revert", reverted)
     monkeypatch.setattr(PhiloxState, "reset", reset)
-    monkeypatch.setattr(joints.autodiff, "trace_joint", traced)  # not one that is known
+    monkeypatch.setattr(differentiate, "trace_joint", traced)  # not one that is known
     job = piper.Job(
         model=lambda: nn.Linear(4, 4),
         loss=lambda model, batch: model(batch["x"]).square().mean(),
