@@ -2,10 +2,20 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._decomp.decompositions_for_rng import PhiloxState, PhiloxStateTracker
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import piper
+from piper.capture.autodiff import differentiate
+from piper.capture.autodiff.joint import trace_joint
+from piper.compiler import compile
 from tests.torch_names import oldest_torch
 
 QUIRKS = Path(__file__).parents[2] / "piper" / "capture" / "quirks"
@@ -42,3 +52,40 @@ def test_only_workarounds_replace_functions_of_dynamo() -> None:
         if "process.attributes import replaced" in path.read_text(encoding="utf-8")
     }
     assert {user for user in users if not user.startswith("quirks/")} == {"compile/tuning.py"}
+
+
+@pytest.mark.usefixtures("own_captures")
+def test_a_capture_replaces_no_methods_of_modules_and_makes_no_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each replaced method takes the longer the more graphs a process has."""
+    made: Counter[str] = Counter()
+    traces: list[object] = []
+    revert, seed = _symbolic_trace._PatchedFnSetAttr.revert, torch.tensor
+
+    def reverted(patch: _symbolic_trace._PatchedFnSetAttr) -> None:
+        made["methods"] += 1
+        revert(patch)
+
+    def reset(state: PhiloxState) -> None:
+        made["states"] += 1
+        state.seed = state.base_offset = seed(())
+
+    def traced(*given: object, **options: object) -> object:
+        traces.append(trace_joint(*given, **options))  # type: ignore[arg-type]
+        return traces[-1]
+
+    monkeypatch.setattr(_symbolic_trace._PatchedFnSetAttr, "revert", reverted)
+    monkeypatch.setattr(PhiloxState, "reset", reset)
+    monkeypatch.setattr(differentiate, "trace_joint", traced)  # not one that is known
+    job = piper.Job(
+        model=lambda: nn.Linear(4, 4),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [{"x": torch.zeros(2, 4)}],
+        strategy=[piper.shard(piper.at(), [0, 1], axis="TP", weights={"weight|bias": 0})],
+    )
+    compile(job, device="cpu")
+    assert traces and not made
+    make_fx(torch.sin)(torch.ones(2))
+    PhiloxStateTracker.reset()
+    assert made["methods"] and made["states"], "torch does neither any more"
