@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,8 @@ def test_a_capture_replaces_no_methods_of_modules_and_makes_no_states(
     """Each replaced method takes the longer the more graphs a process has."""
     made: Counter[str] = Counter()
     traces: list[object] = []
-    revert, seed = _symbolic_trace._PatchedFnSetAttr.revert, torch.tensor
+    revert: Callable[[object], None] = _symbolic_trace._PatchedFnSetAttr.revert
+    seed = torch.tensor
 
     def reverted(patch: _symbolic_trace._PatchedFnSetAttr) -> None:
         made["methods"] += 1
