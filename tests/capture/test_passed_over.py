@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper
+from piper.capture.quirks.cached_properties import reading_cached_properties
 from piper.check.check import check
 from piper.run.launch import launcher
 from tests import plain
@@ -168,6 +169,19 @@ class Padding(nn.Linear):
 def test_a_forward_may_read_a_cached_property() -> None:
     batch = {"x": torch.arange(16.0).view(4, 4) / 16}
     train_as_plain(lambda: Padding(4, 4), batch, steps=2)
+
+
+def test_what_is_not_traced_keeps_its_cached_properties() -> None:
+    class Counted:
+        @cached_property
+        def made(self) -> object:
+            return object()
+
+    counted = Counted()
+    with reading_cached_properties():
+        first = counted.made
+        assert counted.made is first
+    assert counted.made is first
 
 
 class Borrowing(nn.Module):

@@ -1,4 +1,4 @@
-"""Reads cached properties in a trace without their lock, and keeps nothing: each graph has what they return.
+"""Reads cached properties in a trace without their lock. A trace keeps nothing: its graph has the result.
 
 Works around: torch 2.11. Dynamo refuses the lock that Python 3.11 takes there; Python 3.12 takes none.
 Not needed from: no version yet.
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
+
+from torch.compiler import is_dynamo_compiling
 
 from piper.process.attributes import replaced
 
@@ -20,7 +22,12 @@ def reading_cached_properties() -> Iterator[None]:
         if instance is None:
             return kept
         values = vars(instance)
-        return values[kept.attrname] if kept.attrname in values else kept.func(instance)
+        if kept.attrname in values:
+            return values[kept.attrname]
+        result = kept.func(instance)
+        if not is_dynamo_compiling():  # torch itself reads many of its own
+            values[kept.attrname] = result
+        return result
 
     with replaced(cached_property, "__get__", read):
         yield
