@@ -64,7 +64,7 @@ def test_what_a_forward_says_and_checkpoints_is_passed_over(
     said = [record.message for record in caplog.records if not record.name.startswith("torch")]
     assert (capsys.readouterr().out, said) == ("", [])
     assert program.warnings == (
-        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:37, 2 "
+        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:38, 2 "
         "times). Here the strategy says what is recomputed: add piper.remat(piper.at(), budget=0)",
     )
     report = check(program, lambda started, options: launcher(started, "inline", options), [batch])
