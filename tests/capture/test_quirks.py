@@ -62,7 +62,7 @@ def test_a_capture_replaces_no_methods_of_modules_and_makes_no_states(
     """Each replaced method takes the longer the more graphs a process has."""
     made: Counter[str] = Counter()
     traces: list[object] = []
-    revert: Callable[[object], None] = _symbolic_trace._PatchedFnSetAttr.revert
+    revert: Callable[..., None] = _symbolic_trace._PatchedFnSetAttr.revert
     seed = torch.tensor
 
     def reverted(patch: _symbolic_trace._PatchedFnSetAttr) -> None:
