@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.ranks_probe import Probe
 from benchmarks.ranks_rows import RANKS, ROWS, SEED, SIZES, adamw, batch_of, model_of
-from benchmarks.ranks_sides import WARM, Figures, Task
+from benchmarks.ranks_sides import Figures, Task
 from piper.models.causal import CausalDecoder
 from piper.models.layers import Block
 
@@ -57,19 +57,11 @@ def measure_deepspeed(task: Task, stage: int, begin: float) -> Figures:
         for name, value in batch_of(row, shape).items()
     }
     loss_of = torch.compile(cross_entropy, dynamic=False) if task.compiled else cross_entropy
-    probe, times, losses, norm = Probe(task.device), [], [], 0.0
+    probe, losses, norm = Probe(task.device), [], 0.0
     build_s = time.perf_counter() - begin
 
-    def together() -> float:
-        if task.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter()
-
-    for step in range(task.steps):
-        if step == WARM:
-            probe.reset()
-        start = together()
+    def train(step: int) -> None:
+        nonlocal norm
         logits = engine(batch["tokens"])
         loss = loss_of(logits, batch["labels"])
         del logits  # its memory is the backward's
@@ -78,9 +70,9 @@ def measure_deepspeed(task: Task, stage: int, begin: float) -> Figures:
         norm = norm or float(engine.get_global_grad_norm())
         if step < LOGGED:
             losses.append(loss.item())
-        times.append(together() - start)
-    memory, by_rank = [0] * RANKS, [losses] * RANKS
-    dist.all_gather_object(memory, probe.memory())
+
+    times = probe.timed(task.steps, train)
+    memory, by_rank = probe.memory_of_ranks(), [losses] * RANKS
     dist.all_gather_object(by_rank, losses)
     losses = [sum(parts) / RANKS for parts in zip(*by_rank, strict=True)]
     return Figures(times=times, losses=losses, norm=norm, memory=memory, build_s=build_s)

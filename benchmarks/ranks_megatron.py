@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.ranks_probe import Probe
 from benchmarks.ranks_rows import RANKS, ROWS, SEED, SIZES, Row, Shape, Size, batch_of, model_of
-from benchmarks.ranks_sides import WARM, Figures, Task
+from benchmarks.ranks_sides import Figures, Task
 from piper.models import decoder
 
 ROWS_OF_MEGATRON = ("ddp", "tp4", "1f1b", "interleaved", "pp2_tp2")
@@ -110,19 +110,11 @@ def measure_megatron(task: MegatronTask, steps: int, begin: float) -> Figures:
     chunks, optimizer = trained(task)
     forward_backward = get_forward_backward_func()
     batch = samples_of(task, parallel_state.get_data_parallel_rank())
-    probe, times, losses, norm = Probe(task.device), [], [], 0.0
+    probe, losses, norm = Probe(task.device), [], 0.0
     build_s = time.perf_counter() - begin
 
-    def together() -> float:
-        if task.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter()
-
-    for step in range(steps):
-        if step == WARM:
-            probe.reset()
-        start = together()
+    def train(step: int) -> None:
+        nonlocal norm
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -140,9 +132,9 @@ def measure_megatron(task: MegatronTask, steps: int, begin: float) -> Figures:
         norm = norm or square
         if found and step < LOGGED:
             losses.append(torch.stack([one["loss"] for one in found]).mean().item())
-        times.append(together() - start)
-    memory, by_rank = [0] * RANKS, [losses] * RANKS
-    dist.all_gather_object(memory, probe.memory())
+
+    times = probe.timed(steps, train)
+    memory, by_rank = probe.memory_of_ranks(), [losses] * RANKS
     dist.all_gather_object(by_rank, losses)
     last = by_rank[-(RANKS // row.pp) :]  # of the last stage, which has the losses
     losses = [sum(parts) / len(parts) for parts in zip(*last, strict=True)]

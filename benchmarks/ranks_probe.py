@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,13 +18,15 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks_rows import adamw
+from benchmarks.ranks_rows import RANKS, adamw
 
 Event = Mapping[str, Any]  # of a trace in Chrome's format
 Figures = dict[str, float]
 KEY = b"ranks"
+WARM = 2  # steps before memory is counted
 
 
 class Probe:
@@ -45,6 +48,30 @@ class Probe:
     def memory(self) -> int:
         """Return the most bytes that tensors have taken."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else 0
+
+    def memory_of_ranks(self) -> list[int]:
+        """Return the memory of every rank of the process group."""
+        memory = [0] * RANKS
+        dist.all_gather_object(memory, self.memory())
+        return memory
+
+    def timed(self, steps: int, act: Callable[[int], object]) -> list[float]:
+        """Run steps, which begin and end together on all ranks, and return the seconds of each."""
+        times = []
+        for step in range(steps):
+            if step == WARM:
+                self.reset()
+            start = self.together()
+            act(step)
+            times.append(self.together() - start)
+        return times
+
+    def together(self) -> float:
+        """Wait for the GPU and for all ranks, and return the time."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        return time.perf_counter()
 
     def start(self) -> None:
         """Begin to record what runs on the GPU for all threads of this process."""

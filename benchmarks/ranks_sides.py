@@ -28,12 +28,11 @@ from torch._C._distributed_c10d import TCPStore
 
 import piper
 from benchmarks.ranks_peer import peer_rank
-from benchmarks.ranks_probe import Probe, Probes
+from benchmarks.ranks_probe import WARM, Probe, Probes
 from benchmarks.ranks_rows import RANKS, ROWS, SIZES, Size, batch_of, job_of
 from piper.compiler import Program
 
 GIB = 2**30
-WARM = 2  # steps before memory is counted
 PROFILED = 2  # steps
 PROFILED_RANK = 1  # a stage in the middle
 BRIEF = 3.0  # seconds in which other ranks may say why as well
@@ -142,28 +141,19 @@ def train_peer(task: Task, rank: int) -> Figures:
 def measure_peer(task: Task, rank: int, begin: float) -> Figures:
     """Build a rank of the peer, and time its steps, which begin and end together on all ranks."""
     probe = Probe(task.device, task.gib)
-
-    def together() -> float:
-        if task.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter()
-
-    times, losses, norm = [], [], 0.0
+    losses, norm = [], 0.0
     row, size = ROWS[task.row], size_of(task)
     with peer_rank(row, size, rank, task.device, compiled=task.compiled) as peer:
         build_s = time.perf_counter() - begin
-        for step in range(task.steps):
-            if step == WARM:
-                probe.reset()
-            start = together()
+
+        def train(step: int) -> None:
+            nonlocal norm
             loss, square = peer.step(with_norm=step == 0)
-            times.append(together() - start)
             losses.append(loss)
             norm = norm or square
-        profile = None
-        memory = [0] * RANKS
-        dist.all_gather_object(memory, probe.memory())
+
+        times = probe.timed(task.steps, train)
+        profile, memory = None, probe.memory_of_ranks()
         if task.profile:
             if rank == PROFILED_RANK:
                 probe.start()
@@ -171,7 +161,7 @@ def measure_peer(task: Task, rank: int, begin: float) -> Figures:
                 peer.step()
             if rank == PROFILED_RANK:
                 profile = probe.stop()
-            together()
+            probe.together()
     return Figures(times=times, losses=losses, norm=norm, memory=memory, build_s=build_s, profile=profile)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.ranks_probe import Probe
 from benchmarks.ranks_rows import RANKS, ROWS, SEED, SIZES, Row, Shape, batch_of, model_of
-from benchmarks.ranks_sides import WARM, Figures, Task
+from benchmarks.ranks_sides import Figures, Task
 from benchmarks.ranks_titan_experts import (
     as_titan_experts,
     deepseek_v3,
@@ -100,25 +100,16 @@ def measure_titan(task: Task, begin: float) -> Figures:
     trainer.metrics_processor.should_log = lambda step: step <= LOGGED
     trainer.metrics_processor.log = lambda step, mean, worst, norm, **_: logged.append((mean, norm))
     batches = trainer.batch_generator(trainer.dataloader)
-    probe, times = Probe(task.device), []
+    probe = Probe(task.device)
     build_s = time.perf_counter() - begin
 
-    def together() -> float:
-        if task.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        return time.perf_counter()
-
-    for step in range(task.steps):
-        if step == WARM:
-            probe.reset()
-        start = together()
+    def train(step: int) -> None:
         trainer.step += 1
         trainer.gc_handler.run(trainer.step)
         trainer.train_step(batches)
-        times.append(together() - start)
-    memory, by_rank = [0] * RANKS, [logged] * RANKS
-    dist.all_gather_object(memory, probe.memory())
+
+    times = probe.timed(task.steps, train)
+    memory, by_rank = probe.memory_of_ranks(), [logged] * RANKS
     dist.all_gather_object(by_rank, logged)
     last = by_rank[-1]  # of the last stage, which has the loss
     losses, norm = [mean for mean, _ in last], last[0][1] / summed(task)
